@@ -4,6 +4,9 @@ BIN := .venv/bin
 
 SCALE ?= 0.01
 
+# Without bytecode, each of the many interpreters that the tests start would compile the library again.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo flights test lint coverage bridges nanoarrow bench docs wheel check-tag clean
 
 demo: .venv/demo.stamp
@@ -12,11 +15,9 @@ demo: .venv/demo.stamp
 flights: .venv/demo.stamp
 	$(BIN)/python -m examples.flights.demo $(ARGS)
 
-# Without bytecode, each of the many interpreters that the tests start would compile the library again.
-test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/dev.stamp
-	# Each target has a core: without its cache, mypy takes as long as the rest.
-	$(MAKE) --jobs 2 --output-sync lint .venv/collected.stamp
+	# The archive has one core. The others have the second, and take as long together.
+	$(MAKE) --jobs 2 --output-sync .venv/spark.jsa lint .venv/collected.stamp
 	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/dev.stamp
@@ -25,7 +26,6 @@ lint: .venv/dev.stamp
 	$(BIN)/mypy
 
 # Print which lines the tests run, and write pages to build/coverage/html. This takes longer than `make test`.
-coverage: export PYTHONDONTWRITEBYTECODE =
 coverage: .venv/dev.stamp .venv/coverage.stamp .venv/spark.jsa
 	rm -rf build/coverage
 	mkdir -p build/coverage
@@ -75,13 +75,14 @@ check-tag:
 
 # Compile the tests once, in 15 s of processor time: otherwise each of the five workers of a first run would do so. An
 # error is ignored here, because the test run reports it.
-.venv/collected.stamp: .venv/spark.jsa
+.venv/collected.stamp: .venv/dev.stamp
 	-$(BIN)/python -m pytest --collect-only --quiet --quiet > /dev/null
 	touch $@
 
+# Python compiles each module that is imported. pip would compile three times as many, on one core, in 24 s.
 .venv/%.stamp: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[$*]'
 	touch $@
 
 clean:

@@ -57,9 +57,9 @@ def compare(listen: Sequence[str], ways: Mapping[str, Way], gigabytes: float, ro
 
     Args:
         listen: URIs that the server listens at.
-        ways: the ways of reading, by name; tcp and Flight are added.
-        gigabytes: the size of each dataset.
-        rounds: how often each way is measured; medians are printed.
+        ways: The ways of reading, by name; tcp and Flight are added.
+        gigabytes: The size of each dataset.
+        rounds: How often each way is measured; medians are printed.
     """
     rows: list[tuple[str, ...]] = []
     ways = {**ways, "tcp": Way("tcp:")}

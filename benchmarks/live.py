@@ -81,9 +81,9 @@ def run(gigabytes: float, limit: int, tcp: bool) -> None:
     """Measure the memory of a long stream, and print the table.
 
     Args:
-        gigabytes: the size of the stream.
-        limit: the bytes of its shared memory.
-        tcp: whether there is a consumer over tcp, too.
+        gigabytes: The size of the stream.
+        limit: The bytes of its shared memory.
+        tcp: Whether there is a consumer over tcp, too.
     """
     batches = max(2, round(gigabytes * 1e9 / _BATCH))
     total = batches * _BATCH

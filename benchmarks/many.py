@@ -82,7 +82,7 @@ def run(datasets: int, kinds: Sequence[str], filled: bool) -> None:
 def _measure(kind: str, datasets: int, filled: bool) -> None:
     print(f"{kind}: {datasets:,} datasets of one row\n", flush=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, ExitStack() as running:
-        node = ["node", "--store", f"{directory}/store", "--listen", "shm:", "--beat", str(_BEAT)]
+        node = ["node", "--store", f"{directory}/store", "--listen", "shm:", "--heartbeat", str(_BEAT)]
         processes = []
         if kind == "upstream":
             command = ("catalog", "--db", f"{directory}/catalog.db", "--listen", "grpc://127.0.0.1:0")

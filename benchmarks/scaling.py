@@ -121,9 +121,9 @@ def run(most: int, into: Path, names: Sequence[str]) -> None:
     """Measure curves, print them, and draw them.
 
     Args:
-        most: the largest number to measure.
-        into: the directory for the drawings, SVG files.
-        names: the curves; empty for all.
+        most: The largest number to measure.
+        into: The directory for the drawings, SVG files.
+        names: The curves; empty for all.
     """
     for name in names or CURVES:
         points = [*_measure(CURVES[name], most)]

@@ -186,8 +186,8 @@ def test_the_files_that_the_architecture_names_exist() -> None:
 
 def test_a_walk_through_the_files_is_short() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    walks = page.split("## Four walks")[1].split("\n## ")[0].split("\n### ")[1:]
+    walks = page.split("## Five walks")[1].split("\n## ")[0].split("\n### ")[1:]
     steps = {
         walk.partition(":")[0]: len(re.findall(r"^\| \d \| `[a-z_/]+\.py` \|", walk, re.MULTILINE)) for walk in walks
     }
-    assert steps == {"Publish": 8, "Read": 8, "Filter": 8, "Commit": 8}
+    assert steps == {"Publish": 8, "Send": 8, "Read": 8, "Filter": 8, "Commit": 8}

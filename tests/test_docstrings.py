@@ -31,7 +31,6 @@ REQUIRED = [
     "client/calls.CatalogClient.commit",
     "client/calls.CatalogClient.committed",
     "client/calls.CatalogClient.describe",
-    "client/calls.CatalogClient.do_get",
     "client/calls.CatalogClient.drop",
     "client/calls.CatalogClient.forget",
     "client/calls.CatalogClient.hand_over",

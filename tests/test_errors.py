@@ -28,7 +28,7 @@ from dissociated.errors import (
     SourceError,
 )
 from dissociated.protocol.request import RowSelection, Selection
-from support.helpers import wait_until
+from support.helpers import open_over_flight, wait_until
 
 DOCS = Path(__file__).parents[1] / "docs"
 MEDIA = {"inproc": "inproc:", "tcp": "tcp://127.0.0.1:0", "shm": "shm:"}
@@ -94,7 +94,7 @@ class Place:
     def open(self, ticket: bytes) -> Any:
         """Read the stream of a ticket as it is."""
         if self.medium == "grpc":
-            return self.client.do_get(ticket)
+            return open_over_flight(self.client, ticket)
         uri = next(one for one in self.server.locations("data") if one.startswith(self.medium))
         return dis.open_stream(uri, ticket)
 
@@ -237,7 +237,7 @@ def test_an_error_that_a_peer_reported_can_be_pickled() -> None:
     copy = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(copy, DatasetNotFound)
     assert isinstance(copy, RemoteError)
-    assert (str(copy), copy.code) == (str(caught.value), "dataset_not_found")
+    assert (str(copy), copy.code, copy.number) == (str(caught.value), "dataset_not_found", 27)
 
 
 class Alien(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
@@ -251,5 +251,5 @@ class Alien(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no ty
 def test_the_details_of_others_are_no_code(details: bytes) -> None:
     with Alien("grpc://127.0.0.1:0") as server, dis.connect(f"grpc://127.0.0.1:{server.port}") as client:
         with pytest.raises(CatalogError, match="no column 'x'") as caught:
-            client.do_get(details).read_all()
+            open_over_flight(client, details).read_all()
         assert caught.value.code == "catalog"

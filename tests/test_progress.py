@@ -89,7 +89,7 @@ def test_media_that_send_by_themselves_are_asked_what_they_have_sent(serve: Serv
 
 
 @pytest.mark.parametrize("scheme", media(WHERE))
-def test_who_is_killed_before_the_last_bytes_have_come_is_gone(serve: Serve, scheme: str) -> None:
+def test_a_client_that_is_killed_before_the_last_bytes_is_gone(serve: Serve, scheme: str) -> None:
     """Send 16 MiB, of which a client prefetches 4. A smaller stream could be prefetched whole."""
     server = serve(WHERE[scheme])
     batch = pa.record_batch({"n": np.full(1 << 17, 7)})
@@ -108,7 +108,7 @@ def test_who_is_killed_before_the_last_bytes_have_come_is_gone(serve: Serve, sch
     assert server.status().totals.done == 1
 
 
-def test_who_ends_while_it_holds_memory_is_gone_and_who_let_go_is_done(serve: Serve) -> None:
+def test_a_client_is_gone_if_it_ends_with_memory_and_done_if_it_freed_all(serve: Serve) -> None:
     """Count a script that exits with live arrays like a killed script: the server cannot tell them apart."""
     server = serve("shm:")
     table = pa.Table.from_batches([pa.record_batch({"n": np.full(1 << 14, 7)})] * 32)

@@ -15,6 +15,14 @@ WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 COMMENT = re.compile(r"(?:^ *|  )#:? (?!type:|noqa)(.*)$", re.MULTILINE)
 #: A sentence that opens with one of these hides its subject.
 OPENERS = {"what", "who", "whoever", "whatever", "those", "one", "ones", "where", "same", "as"}
+#: British spelling, with "-ize" as in `serialize` and `authorize`.
+OTHER_SPELLING = re.compile(
+    r"(recogn|organ|initial|normal|optim|summar|minim|maxim|serial|synchron|author)is(e|ed|es|ing|ation)"
+    r"|(behavi|neighb|lab|fav)or(s|ed|ing|al|less)?"
+)
+SECTION = re.compile(r"^(?:Args|Attributes|Raises):\n((?:    .*\n?|\n)+)", re.MULTILINE)
+#: A description that does not begin a sentence, such as "if the file is missing". Names of libraries may begin one.
+ENTRY = re.compile(r"^    (?! )[\w.*`, ]+: (?!lib[a-z]+\b|cffi\b|pyarrow\b|grpc)([a-z][^.(]*)", re.MULTILINE)
 #: The sources in the repository, each with the ending of its files.
 PLACES = [("src", "py"), ("tests", "py"), ("benchmarks", "py"), ("examples", "py"), ("docs", "md"), (".", "md")]
 
@@ -52,9 +60,15 @@ def sentences(text: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize(("place", "ending"), PLACES, ids=[place for place, _ in PLACES])
 def test_sentences_name_their_subject(place: str, ending: str) -> None:
     found = (ROOT / place).glob(f"*.{ending}") if place == "." else (ROOT / place).rglob(f"*.{ending}")
-    spoken = [(path, words) for path in found for text in texts(path) for words in sentences(text)]
+    written = [(path, text) for path in found for text in texts(path)]
+    spoken = [(path, words) for path, text in written for words in sentences(text)]
     hard = [f"{path.relative_to(ROOT)}: {' '.join(words)[:80]}" for path, words in spoken if words[0] in OPENERS]
     assert len(spoken) > 20
     assert len(hard) <= 0.015 * len(spoken), hard
     count = sum(len(words) for _, words in spoken)
     assert sum(words.count("what") for _, words in spoken) <= max(1, 0.002 * count)
+    assert {word for _, words in spoken for word in words if OTHER_SPELLING.fullmatch(word)} == set()
+    entries = [
+        (path, entry) for path, text in written for lines in SECTION.findall(text) for entry in ENTRY.findall(lines)
+    ]
+    assert [f"{path.relative_to(ROOT)}: {entry}" for path, entry in entries] == []

@@ -93,7 +93,7 @@ def test_every_folder_is_a_room_that_has_its_floor() -> None:
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*FLOORS}
 
 
-def test_at_the_base_is_only_what_several_rooms_stand_on(imports: dict[str, set[str]]) -> None:
+def test_each_file_of_the_base_is_used_by_several_rooms(imports: dict[str, set[str]]) -> None:
     for module in {*MODULES} - {*TOP, "dissociated.base"}:
         users = {room(user) for user, names in imports.items() if module in names}
         assert floor(module) < FLOORS.index("base") or len(users) > 1, f"{module} is for {users} alone"

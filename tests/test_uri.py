@@ -108,7 +108,7 @@ def test_a_repeated_parameter_is_refused(name: str) -> None:
         "shm:///\ud800",
     ],
 )
-def test_what_is_no_uri_is_refused(text: str) -> None:
+def test_an_invalid_uri_is_refused(text: str) -> None:
     with pytest.raises(UriError):
         Uri.parse(text)
 

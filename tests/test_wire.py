@@ -12,6 +12,14 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.base.buffers import MAX_BODY, MAX_METADATA
+from dissociated.client.request import TIMEOUT
+from dissociated.format.message import MAX_BUFFERS
+from dissociated.memory.region import MAX_REGIONS
+from dissociated.protocol.receiver import MAX_WAITING_BYTES, MAX_WAITING_METADATA, WAITING_OVERHEAD
+from dissociated.protocol.request import MAX_IDENTIFIER
+from dissociated.transport.framed.framing import MAX_CONTROL
+from dissociated.transport.runs import MAX_RUN
 from ipc.vectors import BATCH, EMPTY, END, SCHEMA
 from protocol.wire import address_list
 from support.helpers import PATIENCE, Serve
@@ -53,7 +61,7 @@ def read(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-def test_what_a_server_says(serve: Serve, stream: Path) -> None:
+def test_the_capabilities_that_a_server_announces(serve: Serve, stream: Path) -> None:
     server = serve("tcp://127.0.0.1:0")
     server.publish("data", stream, ticket=b"abc")
     (uri,) = server.locations("data")
@@ -67,7 +75,7 @@ def test_what_a_server_says(serve: Serve, stream: Path) -> None:
         assert read(sock, len(expected) + 1) == expected  # and not a byte more
 
 
-def test_what_a_server_says_that_shares_memory(serve: Serve, stream: Path) -> None:
+def test_the_capabilities_of_a_server_that_shares_memory(serve: Serve, stream: Path) -> None:
     server = serve("shm:")
     server.publish("data", stream, ticket=b"abc")
     (uri,) = server.locations("data")
@@ -167,3 +175,38 @@ def test_a_structured_request_names_one_of_the_streams(serve: Serve, stream: Pat
     assert abort.rstrip(b"\0").endswith(b"\x005")
     *_, abort = frames_of(server.locations("live")[0], head + b'xyz{"streams": "metadata"}')
     assert b"request all of it over one" in abort
+
+
+def test_the_limits_of_the_page_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/framing.md").read_text()
+    section = page[page.index("\n## Limits") : page.index("\n## Rules")]
+    units = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "s": 1, "h": 3600}
+    limits = {
+        name: [
+            int(digits.replace(",", "")) * units[unit]
+            for digits, unit in re.findall(r"(\d[\d,]*) ?([KMG]iB|s|h)?", value)
+        ]
+        for name, value in re.findall(r"^\| ([^|]+) \| ([^|]*\d[^|]*) \|", section, re.M)
+    }
+    del limits["number of messages"]
+    options = dis.ServerOptions()
+    assert limits == {
+        "identifier": [MAX_IDENTIFIER],
+        "addresses in one free": [MAX_IDENTIFIER // 8],
+        "messages of a client that arrive while the server sends": [1 << 20, 256],
+        "metadata of a message": [MAX_METADATA],
+        "body": [MAX_BODY],
+        "metadata that waits for its turn": [MAX_WAITING_METADATA],
+        "bodies that wait for their turn": [MAX_WAITING_BYTES],
+        "bytes that each waiting message counts in addition": [WAITING_OVERHEAD],
+        "buffers of a message": [MAX_BUFFERS],
+        "regions of a stream": [MAX_REGIONS],
+        "descriptors in one `sendmsg`": [253],
+        "payload of REGION and ABORT": [MAX_CONTROL],
+        "payload of RUN": [MAX_RUN],
+        "preamble and request of a client": [options.handshake_timeout],
+        "a peer takes no bytes": [options.stall_timeout, options.lease_timeout, TIMEOUT],
+        "a client holds memory and is silent": [options.lease_timeout],
+        "the server is silent": [TIMEOUT],
+        "no further request on a kept connection": [options.idle_timeout],
+    }

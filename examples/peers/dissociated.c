@@ -222,9 +222,11 @@ static int add_region(dis_stream *s, const uint8_t *payload, uint64_t length) {
     struct stat status;
     if (s->region_count == MAX_REGIONS) {
         fail(s, "region-count: more than %d regions", MAX_REGIONS);
+    } else if (!base || size > UINT64_MAX - base + 1) {
+        fail(s, "region-base: %llu", (unsigned long long)base);
     } else if (backing > 2) {
         fail(s, "region-backing: %llu", (unsigned long long)backing);
-    } else if (fstat(descriptor, &status) || !S_ISREG(status.st_mode) || (uint64_t)status.st_size < size || base + size < base) {
+    } else if (fstat(descriptor, &status) || !S_ISREG(status.st_mode) || (uint64_t)status.st_size < size) {
         fail(s, "region-file: no file of %llu bytes", (unsigned long long)size);
     } else if (seals[backing] && !is_sealed(descriptor, seals[backing])) {
         fail(s, "region-seals: a memfd that is not sealed as announced");
@@ -232,7 +234,8 @@ static int add_region(dis_stream *s, const uint8_t *payload, uint64_t length) {
         result = 0;
     }
     for (size_t i = 0; !result && i < s->region_count; i++)
-        if (base < s->regions[i].base + s->regions[i].size && s->regions[i].base < base + size)
+        // The end of a region may be 2**64, so no ends are compared.
+        if (base - s->regions[i].base < s->regions[i].size || s->regions[i].base - base < size)
             result = fail(s, "region-overlap: at %llu", (unsigned long long)base);
     if (!result && size) {
         void *memory = mmap(NULL, size, PROT_READ, MAP_SHARED | MAP_NORESERVE, descriptor, 0);

@@ -153,7 +153,7 @@ def compare(client: dis.Client, name: str, answer: list[list[Any]]) -> None:
     """Compare the columns of an answer with Spark's published answer. Averages are compared to Spark's six digits.
 
     Raises:
-        Differs: at the first difference.
+        Differs: At the first difference.
     """
     with step(f"check {name}") as current:
         published = client.read(name).read_all()

@@ -21,7 +21,7 @@ def generate(scale: float, directory: Path, tables: Sequence[str] = TABLES, part
     """Write each table as Parquet files into a directory of its name.
 
     Raises:
-        OSError: if the generator is not installed, or fails.
+        OSError: The generator is not installed, or fails.
     """
     program = generator()
     if program is None:

@@ -37,7 +37,7 @@ def tell(**event: Any) -> None:
     """Report an event.
 
     Args:
-        **event: a single key and its value: `begins`, the name of a step; `share`, its progress from 0 to 1; `done`,
+        **event: A single key and its value: `begins`, the name of a step; `share`, its progress from 0 to 1; `done`,
             the fields of the completed step; or `failed`, the reason of a failure.
     """
     print(json.dumps(event), flush=True)

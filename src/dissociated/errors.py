@@ -4,7 +4,7 @@
     ├── UriError                 a URI that cannot be used, also a ValueError
     ├── ProtocolError
     │   ├── LocalProtocolError   this side asked for something the protocol forbids: a bug in the caller
-    │   └── RemoteProtocolError  the peer broke the protocol; the connection is of no more use
+    │   └── RemoteProtocolError  the peer broke the protocol; the connection cannot be used any more
     ├── TransportError           the medium failed: refused, reset, unreachable, in use
     │   ├── ConnectionClosed     the peer is gone, or this side closed the connection
     │   └── UnsafeMemory         another user's server shares a file, which could be cut short under this process
@@ -93,7 +93,7 @@ class Failure(NamedTuple):
     """An error that can be raised several times.
 
     It does not hold the exception itself. The traceback of an exception keeps the objects of its frames alive until
-    the garbage collector runs, or for ever if the reference cycle passes through C++.
+    the garbage collector runs, or forever if the reference cycle passes through C++.
     """
 
     kind: type[DissociatedError]
@@ -126,7 +126,7 @@ class ProtocolError(DissociatedError):
     """A violation of the Dissociated IPC Protocol.
 
     Attributes:
-        rule: the name of the broken rule in docs/framing.md; None if no rule of that page is broken.
+        rule: The name of the broken rule in docs/framing.md; None if no rule of that page is broken.
     """
 
     code = "protocol"
@@ -185,6 +185,8 @@ class RemoteError(DissociatedError):
     """
 
     code = "remote"
+    #: The number of the error in docs/framing.md, as the peer has sent it; None if it has sent none.
+    number: int | None = None
 
 
 class ServerFull(DissociatedError):
@@ -211,8 +213,8 @@ class SourceError(DissociatedError):
         The text of all other errors that a source raises is concealed: see `dissociated.datasets.source_errors`.
 
         Args:
-            message: the message of the error.
-            peer_reason: the text for the peer, if it differs from `message`.
+            message: The message of the error.
+            peer_reason: The text for the peer, if it differs from `message`.
         """
         error = cls(message)
         error.peer_reason = message if peer_reason is None else peer_reason
@@ -430,10 +432,10 @@ def reported_error(
     """Return the exception for an error that a peer reports.
 
     Args:
-        base: the class for the way in which the error arrived: RemoteError or CatalogError.
-        message: the text from the peer.
-        code: the error code from the peer. If it is unknown, or is about the peer's own side, it is ignored.
-        reference: the identifier of the error in the peer's log.
+        base: The class for the way in which the error arrived: RemoteError or CatalogError.
+        message: The text from the peer.
+        code: The error code from the peer. If it is unknown, or is about the peer's own side, it is ignored.
+        reference: The identifier of the error in the peer's log.
 
     Returns:
         An instance of `base`, which is also an instance of the class with this `code`.
@@ -451,7 +453,7 @@ def _reported_class(base: type[DissociatedError], kind: type[DissociatedError]) 
 
     # Pickle finds a class by its name, and this class has the name of `kind`.
     def reduce(error: DissociatedError) -> tuple[Any, ...]:
-        return reported_error, (base, str(error), error.code, error.reference)
+        return reported_error, (base, str(error), error.code), vars(error)
 
     return type(kind.__name__, (kind, base), {"__doc__": kind.__doc__, "__module__": __name__, "__reduce__": reduce})
 

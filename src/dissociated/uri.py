@@ -36,10 +36,10 @@ class Uri:
     """A parsed location.
 
     Attributes:
-        want_data: the tag of the request for a stream. Required to connect.
-        free_data: the tag of the message with which a client gives addresses back.
-        remote_handle: the handle with which the medium reaches the server's memory.
-        parameters: all other query parameters by name. This library or a transport defines them.
+        want_data: The tag of the request for a stream. Required to connect.
+        free_data: The tag of the message with which a client gives addresses back.
+        remote_handle: The handle with which the medium reaches the server's memory.
+        parameters: All other query parameters by name. This library or a transport defines them.
     """
 
     scheme: str
@@ -66,7 +66,7 @@ class Uri:
         """Parse `text`.
 
         Raises:
-            UriError: if `text` is not a URI, repeats a parameter, or has a parameter with an invalid value.
+            UriError: `text` is not a URI, repeats a parameter, or has a parameter with an invalid value.
         """
         try:
             text.encode()  # raises for a lone surrogate, which `__str__` could not percent-encode
@@ -120,7 +120,7 @@ class Uri:
             parameter; the port is missing if it is that of the listener.
 
         Raises:
-            UriError: if the parameter is no host, or the URI has no port.
+            UriError: The parameter is no host, or the URI has no port.
         """
         parameters = dict(self.parameters)
         written = parameters.pop(ADVERTISE, None)
@@ -153,7 +153,7 @@ class Uri:
         """Return the tag that requests a stream.
 
         Raises:
-            UriError: if the URI has no want_data parameter.
+            UriError: The URI has no want_data parameter.
         """
         if self.want_data is None and self.scheme.startswith("grpc"):
             raise UriError(

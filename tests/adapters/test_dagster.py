@@ -83,7 +83,7 @@ def test_a_partition_is_a_dataset_of_its_own(client: dis.Client) -> None:
     assert client.read("trips/@tuesday").read_all().to_pydict() == {"day": ["tuesday"]}
 
 
-def test_what_is_no_asset_is_refused(client: dis.Client) -> None:
+def test_an_output_that_is_no_asset_is_refused(client: dis.Client) -> None:
     @dg.op
     def make() -> pa.Table:
         return pa.table({"n": [1]})

@@ -51,6 +51,7 @@ FORKS = """
         if how == "use":
             refused(lambda: server.publish("other", WHOLE))
             refused(lambda: server.names())
+            assert server._repr_html_() == "<div><div><b>Server of the parent process</b></div></div>"
             refused(client.status)
             refused(lambda: client.read("data"))
             refused(lambda: dis.connect(server.catalog_uri).status())

@@ -17,7 +17,7 @@ from support.helpers import PATIENCE
 THREADS = 4
 
 
-def test_those_who_come_while_it_is_made_get_the_same() -> None:
+def test_callers_that_come_while_a_result_is_made_get_the_same_result() -> None:
     coming = threading.Barrier(THREADS)
     begun, made = threading.Event(), []
 

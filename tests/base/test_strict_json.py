@@ -33,6 +33,6 @@ def test_what_is_usual_is_read() -> None:
         *(b"[" * depth + b"]" * depth for depth in (60, 900, 100_000)),
     ],
 )
-def test_what_others_could_not_work_with_is_refused(content: bytes) -> None:
+def test_json_that_other_parsers_refuse_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError):
         strict_json.loads(content)

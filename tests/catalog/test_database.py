@@ -129,7 +129,7 @@ def test_a_replaced_version_is_there_for_as_long_as_was_promised(database: Datab
     clock.now += 20
     with pytest.raises(DatasetNotFound, match=f"no version {old} of the dataset 'd'"):
         database.find("d", old)
-    with pytest.raises(DatasetNotFound, match="look it up again"):
+    with pytest.raises(DatasetNotFound, match="look the dataset up again"):
         database.find_by_ticket(b"ticket 1")
     assert database.unreferenced_parts("a") == ["1"]
 
@@ -293,7 +293,7 @@ def test_a_part_prepared_for_an_aborted_commit_is_released_at_once(database: Dat
     assert database.unreferenced_parts("a", [prepared]) == ["1"]
 
 
-def test_what_was_committed_is_in_the_file(tmp_path: Path) -> None:
+def test_a_commit_is_in_the_file(tmp_path: Path) -> None:
     path = str(tmp_path / "catalog.db")
     with leaving_nothing():
         database = Database(path)

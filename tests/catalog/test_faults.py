@@ -23,7 +23,10 @@ pytestmark = pytest.mark.needs("SQLite's calls")
 
 
 def restarted(directory: Path) -> State:
-    with node(directory / "store", str(directory / "db"), forgotten=-1.0) as again, dis.connect(again.uri) as client:
+    with (
+        node(directory / "store", str(directory / "db"), staging_timeout=-1.0) as again,
+        dis.connect(again.uri) as client,
+    ):
         found = served(client)
         assert {version.name for version in again.store.versions()} == {*found}
     return found

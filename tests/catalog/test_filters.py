@@ -21,7 +21,7 @@ from dissociated.node.node import Node
 from dissociated.protocol.request import RowSelection, Selection
 from dissociated.store.store import Store
 from support.arrow_cases import ARRAYS
-from support.helpers import wait_until
+from support.helpers import open_over_flight, wait_until
 
 ROWS, BATCH = 200_000, 20_000
 TABLE = pa.Table.from_batches(
@@ -177,7 +177,7 @@ def test_a_server_may_leave_filters_to_its_clients() -> None:
             with pytest.raises(FilterRefused):
                 dis.open_stream(uri, asked)
         with pytest.raises(FilterRefused):
-            reading.do_get(asked)
+            open_over_flight(reading, asked)
 
 
 def test_a_server_that_does_not_say_that_it_filters_is_not_asked(client: dis.Client) -> None:

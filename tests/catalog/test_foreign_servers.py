@@ -16,6 +16,7 @@ from dissociated.base.host import boot_id
 from dissociated.cli import main
 from dissociated.errors import CatalogError, DatasetNotFound, WrongKind
 from support.certificates import Certificates
+from support.helpers import connections_left
 
 TABLE = pa.table({"n": [1, 2, 3]})
 REUSE = "arrow-flight-reuse-connection://?"
@@ -100,7 +101,7 @@ TOLD = [
 ]
 
 
-def test_what_others_tell_is_not_taken_for_ours(
+def test_metadata_of_other_servers_is_not_taken_for_ours(
     server: Flights, client: dis.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number, told in enumerate(TOLD):
@@ -117,7 +118,7 @@ def test_what_others_tell_is_not_taken_for_ours(
         assert client.read(name).read_all() == client[name].to_table() == TABLE
         assert client.read(name, filter=("n", ">", 1), limit=1).read_all() == TABLE[1:2]
     assert "nope" not in client
-    with pytest.raises(DatasetNotFound, match="knows no dataset 'nope'"):
+    with pytest.raises(DatasetNotFound, match="has no dataset 'nope'"):
         client.read("nope")
     with pytest.raises(WrongKind, match="Flight alone"):
         client.read_tensors("info 0")
@@ -171,8 +172,16 @@ def test_several_endpoints_are_one_dataset_in_their_order(server: Flights, clien
     server.add("none")
     assert client.read("none").read_all() == TABLE[:0]
     server.add("mixed", endpoint(), endpoint(ticket=b"other"))
-    with pytest.raises(CatalogError, match="the parts of 'mixed' have not all the same columns"):
+    with pytest.raises(CatalogError, match="the parts of 'mixed' do not all have the same columns"):
         client.read("mixed")
+    with dis.Server(["tcp://127.0.0.1:0"], catalog=None) as ours:
+        for name in ("n", "m"):  # more than a connection holds
+            ours.publish(name, [pa.record_batch({name: range(1 << 16)})] * 100)
+        server.add("ours", *(endpoint(*ours.locations(name), ticket=ours.ticket(name)) for name in ("n", "m")))
+        with pytest.raises(CatalogError, match="the parts of 'ours'") as caught:
+            client.read("ours")
+        assert connections_left(ours) == 0, "the error keeps no stream open"
+        del caught
     server.add("over", endpoint(ticket=b"forgotten", expires=GONE))
     with pytest.raises(CatalogError, match="forgotten"):
         client.read("over")
@@ -204,7 +213,7 @@ def test_a_server_that_takes_any_descriptor_is_asked_by_the_name() -> None:
         assert client.describe("d").name == "d"
         with pytest.raises(CatalogError, match="no"):
             client.read("no")
-        with pytest.raises(CatalogError, match="knows no versions"):
+        with pytest.raises(CatalogError, match="has no versions"):
             client.read("d", version=3)
 
 
@@ -267,7 +276,7 @@ class Echoing(Flights):
 def test_a_version_of_others_is_refused_without_what_our_client_says_of_itself() -> None:
     for refuse in (KeyError, flight.FlightServerError):
         with Echoing(refuse) as server, dis.connect(server.uri) as client:
-            with pytest.raises(CatalogError, match="knows no version 3 of 'd'") as raised:
+            with pytest.raises(CatalogError, match="has no version 3 of 'd'") as raised:
                 client.describe("d", 3)
             assert boot_id() not in str(raised.value)
 

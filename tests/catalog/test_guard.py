@@ -16,7 +16,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import AccessDenied, CatalogError, OptionError, UriError
 from support.certificates import Certificates, certificates
-from support.helpers import commit_of, location
+from support.helpers import commit_of, location, open_over_flight
 
 TABLE = pa.table({"n": [1, 2, 3]})
 TLS = "grpc+tls://127.0.0.1:0"
@@ -56,7 +56,7 @@ def test_the_right_token_reads(server: dis.Server, certified: Certificates, tran
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
-    ("token", "sentence"), [(None, "asks for a token"), ("wrong", "does not accept this token: it may have been")]
+    ("token", "sentence"), [(None, "requires a token"), ("wrong", "does not accept this token: it may have been")]
 )
 def test_without_the_right_token_nothing_is_answered(
     server: dis.Server, certified: Certificates, token: str | None, sentence: str, call: str
@@ -65,7 +65,7 @@ def test_without_the_right_token_nothing_is_answered(
         with pytest.raises(AccessDenied, match=sentence):
             CALLS[call](client)
         with pytest.raises(AccessDenied, match=sentence):
-            client.do_get(server.ticket("data"))  # a valid ticket alone is not enough
+            open_over_flight(client, server.ticket("data"))  # a valid ticket alone is not enough
     assert server.names() == ["data"]
 
 
@@ -90,7 +90,7 @@ def test_a_certificate_that_is_not_trusted_ends_it(server: dis.Server, tmp_path:
     for roots in (None, other.roots):
         with dis.connect(server.catalog_uri, token="sesame", tls_roots=roots, timeout=10) as client:
             for call in CALLS.values():
-                with pytest.raises(AccessDenied, match=r"certificate of the catalog at .* is not to be trusted"):
+                with pytest.raises(AccessDenied, match=r"certificate of the catalog at .* is not trusted"):
                     call(client)
 
 
@@ -99,7 +99,7 @@ def test_a_certificate_for_another_host_ends_it(tmp_path: Path) -> None:
     with (
         dis.Server([], catalog=TLS, **made.options) as server,
         dis.connect(server.catalog_uri, tls_roots=made.roots, timeout=10) as client,
-        pytest.raises(AccessDenied, match="or not for that host"),
+        pytest.raises(AccessDenied, match="or is for another host"),
     ):
         client.list()
 

@@ -218,7 +218,7 @@ def test_a_filter_gives_just_the_rows_that_pass(server: dis.Server, client: dis.
         assert dis.open_stream(uri, ticket, filter=n < 5, options=fields).read_all() == TABLE.select(["x"])[:5]
 
 
-def test_what_passes_whole_stays_where_it_lies_and_a_limit_gives_the_rest_back(
+def test_a_batch_that_passes_whole_stays_in_place_and_a_limit_frees_the_rest(
     server: dis.Server, client: dis.Client
 ) -> None:
     gc.collect()  # expected errors of other tests hold their handles

@@ -79,7 +79,7 @@ def batches():
         yield BATCH
     print("reached", flush=True)
     while end == "wait":
-        time.sleep(0.1)  # not for ever: a signal that came just before it would not end it
+        time.sleep(0.1)  # not forever: a signal that came just before it would not end it
     if end == "exit":
         sys.exit(1)
     if end == "raise":
@@ -244,7 +244,7 @@ with Node(Store(sys.argv[1])) as node:
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_where_nobody_knows_whether_a_put_is_published_the_error_says_so(tmp_path: Path, transport: str) -> None:
+def test_an_error_says_if_a_put_may_have_been_published(tmp_path: Path, transport: str) -> None:
     with Fork("-c", GONE, str(tmp_path / "store"), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         unknown = pytest.raises(CatalogError, match="nor did it say whether 'd' was published in the end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import struct
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.flight as flight
 import pyarrow.parquet as pq
 import pytest
 
@@ -107,9 +109,47 @@ def test_every_change_is_seen_by_the_next_read(small: dis.Client) -> None:
             now = time.time()
             assert small.read("short").read_all() == SMALL
             assert now < expires
+    columns = ["n"]
+    assert small.read("small", columns=columns).read_all().column_names == ["n"]
+    columns[:] = ["text"]
+    assert small.read("small", columns=columns).read_all().column_names == ["text"]
     small.drop("small")
     with pytest.raises(DatasetNotFound):
         small.read("small")
+
+
+class _Relay(flight.FlightServerBase):  # type: ignore[misc]
+    """A catalog with the answers of another one, in which `old` bytes of rows are `new` ones."""
+
+    def __init__(self, catalog: str) -> None:
+        super().__init__("grpc://127.0.0.1:0")
+        self._catalog = flight.connect(catalog)
+        self.old = self.new = b""
+        self._info: Any = None
+
+    def get_flight_info(self, context: Any, descriptor: Any) -> Any:
+        info = self._info = self._info or self._catalog.get_flight_info(descriptor)  # the moment in it stays
+        (end,) = info.endpoints
+        rows = end.app_metadata.replace(self.old, self.new)
+        ends = [flight.FlightEndpoint(end.ticket, end.locations, end.expiration_time, rows)]
+        return flight.FlightInfo(
+            info.schema, info.descriptor, ends, info.total_records, info.total_bytes, info.ordered, info.app_metadata
+        )
+
+
+def test_equal_answers_have_rows_of_their_own(small: dis.Client) -> None:
+    """The client keeps the parsed description and the plan of an answer, but each read has the rows of its own."""
+    with _Relay(small.uri) as relay, dis.connect(f"grpc://127.0.0.1:{relay.port}") as client:
+        first, second = (client.read("small").read_all() for _ in range(2))
+        # A library that gets the array through DLPack can do this.
+        ctypes.memset(first["n"].chunk(0).buffers()[1].address, 0xFF, 8)
+        assert first["n"][0].as_py() == -1
+        relay.old, relay.new = struct.pack("<qq", 1, 2), struct.pack("<qq", 3, 4)
+        third = client.read("small").read_all()
+        relay.old = relay.new = b""
+        both = pa.concat_tables([SMALL, SMALL])
+        assert second == client.read("small").read_all() == both
+        assert third["n"].to_pylist() == [0, 3, 4, *range(3, 1000)] * 2
 
 
 @pytest.mark.parametrize("options", [{}, {"columns": ["n"]}, {"columns": []}, {"limit": 1500}])
@@ -169,7 +209,7 @@ def test_an_answer_of_the_catalog_is_checked(small: dis.Client) -> None:
         return small.read_endpoint(info, replace(info.endpoints[0], embedded=embedded), columns=columns)
 
     for junk in (b"junk", bytes(8), stream(SMALL.to_batches()[0], "lz4")):
-        with case(junk), pytest.raises(RemoteProtocolError, match="the catalog sent rows"):
+        with case(junk), pytest.raises(RemoteProtocolError, match=r"the catalog sent (unreadable )?rows"):
             read(junk)
     ipc = stream(pa.record_batch({"text": ["abc"]}))
     place = ipc.rindex(struct.pack("<qq", 8, 3), 0, ipc.rindex(b"abc"))  # of the letters in the body
@@ -187,7 +227,7 @@ def test_an_answer_of_the_catalog_is_checked(small: dis.Client) -> None:
         read(numbers, columns=["text"])
 
 
-def test_where_no_transport_leads_flight_does() -> None:
+def test_flight_is_used_if_no_transport_reaches_the_server() -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", TABLE)
         handle = client["data"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import random
 import shutil
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
-from dissociated.errors import AccessDenied, CatalogError
+from dissociated.errors import AccessDenied, CatalogError, NodeUnreachable, StoreError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
+from support.helpers import PATIENCE
+from support.injection import Fault
 from support.nodes import put, read, table
 
 SELDOM = 600.0  # seconds: the tests trigger each heartbeat themselves
@@ -49,9 +53,9 @@ class Pair:
     """A node and its catalog, each of which can be restarted.
 
     Args:
-        directory: the directory of their files.
-        running: what closes them.
-        limit: the limit of the node's store, which evicts; None for no limit.
+        directory: The directory of their files.
+        running: What closes them.
+        limit: The limit of the node's store, which evicts; None for no limit.
     """
 
     def __init__(self, directory: Path, running: ExitStack, limit: int | None = None) -> None:
@@ -103,7 +107,7 @@ def test_a_catalog_knows_what_a_node_has_whatever_was_lost_or_killed(memory: Pat
                 name = chance.choice("abcdef")
                 if name in expected and chance.random() < 0.4:
                     with suppress(CatalogError):  # the following heartbeat is lost
-                        chance.choice([pair.catalog, pair.node.service]).drop(name)
+                        chance.choice([pair.catalog, pair.node.service]).catalog.drop(name)
                     del expected[name]
                 else:
                     put(pair.node.uri, name, table(number))
@@ -140,13 +144,57 @@ def test_what_was_evicted_is_told(memory: Path) -> None:
         pair.check({"c": 1})
 
 
+def test_a_handle_that_was_made_while_its_node_was_away_reads_when_it_is_back(memory: Path) -> None:
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        put(pair.node.uri, "a", table(1, 2))
+        pair.tell()
+        pair.node.close()
+        handle = running.enter_context(running.enter_context(dis.connect(pair.catalog.uri)).dataset("a"))
+        assert handle.map_part(0, keep_files=False) is None
+        with pytest.raises(NodeUnreachable, match="start the node again"):
+            handle.to_table()
+        pair.start_node()
+        pair.tell()
+        assert handle.to_table() == table(1, 2)
+        assert handle.to_table() == table(1, 2)
+        assert handle.mapped_nbytes
+
+
+def test_a_deletion_that_failed_is_tried_again(memory: Path) -> None:
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        put(pair.node.uri, "a", table(1))
+        pair.tell()
+        pair.node.close()
+        pair.catalog.catalog.forget(pair.node.store.id)  # the catalog has no row of the part any more
+        Catalog.losing = "message"
+        pair.start_node()
+        Catalog.losing = ""
+        with Fault(str(memory / "store"), operations=("rename",)), pytest.raises(StoreError, match="removing 'a'"):
+            pair.node.service.catalog.reconcile()
+        pair.tell()
+        pair.check({})
+
+
+def test_a_catalog_that_does_not_answer_does_not_hold_up_the_end_of_a_node(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_ended = threading.Event()
+    monkeypatch.setattr(Catalog, "deregister", lambda *_, **__: has_ended.wait(3 * PATIENCE))
+    with ExitStack() as running, ThreadPoolExecutor(1) as pool:
+        pair = Pair(memory, running)
+        running.callback(has_ended.set)
+        pool.submit(pair.node.close).result(PATIENCE)
+
+
 def test_more_has_changed_than_is_remembered(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dissociated.store.contents.MAX_CHANGES", 3)
     with ExitStack() as running:
         pair = Pair(memory, running)
         for number in range(8):
             put(pair.node.uri, f"d{number}", table(number))
-        pair.catalog.drop("d0")
+        pair.catalog.catalog.drop("d0")
         pair.tell()
         pair.check({f"d{number}": number for number in range(1, 8)})
 

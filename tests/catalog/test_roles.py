@@ -89,8 +89,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             Store(directory / "store"),
             ["shm:", "tcp://127.0.0.1:0"],
             catalog=catalog.uri,
-            authorize=TOKENS,
-            secret=SECRET,
+            security=guarded,
             http="127.0.0.1:0",
         ) as node,
         dis.connect(catalog.uri, token="w") as client,
@@ -272,7 +271,7 @@ def test_the_command_line_says_what_a_reader_lacks(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("ali sesame read\nzoe simsim write\n")
     tokens.chmod(0o600)
-    with Node(Store(tmp_path / "store"), ["shm:"], authorize=Tokens.read(tokens)) as node:
+    with Node(Store(tmp_path / "store"), ["shm:"], security=security(authorize=Tokens.read(tokens))) as node:
 
         def put(token: str) -> subprocess.CompletedProcess[str]:
             (tmp_path / token).write_text(token)

@@ -37,7 +37,7 @@ def test_tensors_are_read_by_name(client: dis.Client, transport: str | None) -> 
     assert_same(arrived, DENSE)
 
 
-def test_what_there_is_not(client: dis.Client) -> None:
+def test_missing_datasets(client: dis.Client) -> None:
     with pytest.raises(DatasetNotFound):
         client.read_tensors("none")
 

@@ -125,7 +125,7 @@ def test_a_server_leaves_signals_to_the_program(number: int) -> None:
         "with dissociated.Server(['shm:']) as server:\n"
         "    print(server.catalog_uri, flush=True)\n"
         "    while True:\n"
-        "        time.sleep(0.1)\n"  # not for ever: a signal that came just before the sleep would not end it
+        "        time.sleep(0.1)\n"  # not forever: a signal that came just before the sleep would not end it
     )
     with Fork("-c", script, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -415,7 +415,7 @@ def test_get_to_standard_output(catalog: str, tmp_path: Path) -> None:
     assert re.search(r"Z DEBUG connection c1 \(shm server .*\): received schema 0: metadata of", log.read_text())
 
 
-def test_what_breaks_off_in_a_pipe_is_not_published_as_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_breaks_off_in_a_pipe_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Iterator[pa.RecordBatch]:
         yield from TABLE.to_batches()
         raise OSError("the disk is gone")
@@ -606,7 +606,7 @@ def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_goes_wrong_is_said_in_a_sentence(catalog: str, files: Path, arguments: list[str], sentence: str) -> None:
+def test_an_error_is_one_sentence(catalog: str, files: Path, arguments: list[str], sentence: str) -> None:
     for place, there in (("CATALOG", catalog), ("FILES", str(files))):
         arguments = [argument.replace(place, there) for argument in arguments]
         sentence = sentence.replace(place, there)
@@ -778,7 +778,7 @@ def test_durations_are_written_as_people_do(written: str, seconds: float) -> Non
 
 
 @pytest.mark.parametrize("written", ["", "8 elephants", "-1", "GiB", "1e9"])
-def test_what_is_no_size_is_told(written: str, tmp_path: Path) -> None:
+def test_an_invalid_size_is_refused(written: str, tmp_path: Path) -> None:
     refused = call("node", "--store", tmp_path / "store", f"--limit={written}")
     assert refused.returncode == 2
     assert f"--limit: {written!r} is not a size: give 8GiB, 500MB, or a number of bytes" in refused.stderr
@@ -791,7 +791,7 @@ def test_a_misspelt_command_is_told_the_closest() -> None:
 
 
 @pytest.mark.parametrize("written", ["", "1 fortnight", "-1", "h", "nan"])
-def test_what_is_no_duration_is_told(written: str, tmp_path: Path) -> None:
+def test_an_invalid_duration_is_refused(written: str, tmp_path: Path) -> None:
     refused = call("put", tmp_path / "f.arrow", "f", f"--ttl={written}")
     assert refused.returncode == 2
     assert f"--ttl: {written!r} is not a duration: give 90s, 15m, 1h, 2d, or a number of seconds" in refused.stderr

@@ -96,7 +96,7 @@ def test_a_condition_means_what_it_means_in_sql() -> None:
         ("not " * 60 + "b = true", "nested deeper than 50 levels"),
     ],
 )
-def test_what_is_no_condition_is_told(written: str, why: str) -> None:
+def test_an_invalid_condition_is_refused(written: str, why: str) -> None:
     with pytest.raises(OptionError, match=why):
         parse_condition(written, TABLE.schema)
 

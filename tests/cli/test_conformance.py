@@ -30,10 +30,10 @@ from faults.peer import (
     want,
     want_of,
 )
-from support.helpers import PATIENCE, case, location
+from support.helpers import PATIENCE, location
 from support.processes import Fork
 
-from .shell import call, run
+from .shell import run
 
 pytestmark = pytest.mark.usefixtures("forks")
 
@@ -155,26 +155,15 @@ def test_the_player_names_the_rule_that_a_client_breaks(rule: str) -> None:
     assert f"FAIL breaks {rule}: " in line
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
-def test_our_server_passes_every_check(scheme: str) -> None:
-    with dis.Server(["tcp:", "shm:"], catalog=None) as server:
+@pytest.mark.parametrize(("scheme", "lifetime"), [("tcp", None), ("shm", None), ("tcp", 600)])
+def test_our_server_passes_every_check(scheme: str, lifetime: float | None) -> None:
+    with dis.Server(["tcp:", "shm:"], catalog=None, ticket_lifetime=lifetime) as server:
         server.publish("data", pa.table({"n": range(10_000), "s": ["x"] * 10_000}), ticket=b"\x01ticket")
         uri = location(server, "data", scheme)
-        lines = run("conformance", "check", uri, "--ticket", "0x" + b"\x01ticket".hex()).splitlines()
+        lines = run("conformance", "check", uri, "--ticket", "0x" + server.ticket("data").hex()).splitlines()
     assert [line for line in lines if not line.startswith("ok    ")] == []
-    assert len(lines) == (11 if scheme == "shm" else 8)
+    assert len(lines) == (13 if scheme == "shm" else 9)
     assert any(re.search(r"leased [1-9]", line) for line in lines) is (scheme == "shm")
-
-
-def test_a_wrong_server_fails_the_checks_by_rule() -> None:
-    checks = 8  # each is a connection
-    with playing("shm:", checks * len(WRONG)) as (uri, reports):
-        for name, rule in WRONG:
-            with case(name):
-                checked = call("conformance", "check", uri, "--ticket", name)
-                assert checked.returncode == 1
-                assert f"FAIL  whole stream: breaks {rule}: " in checked.stdout
-        assert len(reports()) == checks * len(WRONG)
 
 
 def test_a_server_that_sends_another_part_than_the_requested_one_fails_the_checks() -> None:
@@ -206,4 +195,4 @@ def test_a_server_that_answers_what_it_must_refuse_fails_the_checks() -> None:
         listener.shutdown(socket.SHUT_RDWR)
         answering.join(PATIENCE)
     for rule in ("client-tags", "client-frames"):
-        assert re.search(f"FAIL  refuses what breaks {rule}: .*answered a request that it must refuse", output)
+        assert re.search(f"FAIL  refuses what breaks {rule}: .*sent a message in place of ABORT", output)

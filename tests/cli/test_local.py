@@ -143,7 +143,7 @@ def test_clean_frees_what_a_stopped_node_left_after_asking(own_store: Path) -> N
     with dis.connect() as client:
         assert client.list() == []
         client.put("d", TABLE)
-        assert client.describe("d").version == 3  # a number means one version for ever
+        assert client.describe("d").version == 3  # a number means one version forever
 
 
 def test_spark_asks_the_same_catalog(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,8 +195,8 @@ def test_commands_show_their_token_and_check_the_certificate(
     roots: list[str | Path] = ["--tls-roots", certified.roots]
     token: list[str | Path] = ["--token-file", directory / "tokens"]
     for options, sentence in [
-        ([], "is not to be trusted"),
-        (roots, "asks for a token"),
+        ([], "is not trusted"),
+        (roots, "requires a token"),
         ([*roots, "--token-file", directory / "wrong"], "does not accept this token"),
         ([*roots, "--token-file", "/nowhere"], "cannot read tokens from '/nowhere'"),
     ]:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("forks")
 
 def test_a_node_that_is_away_is_described_as_that(memory: Path, tmp_path: Path, start: Start) -> None:
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
-    node = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "0.5")
+    node = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--heartbeat", "0.5")
     put(catalog.uri, "orders", table(1, 2))
     assert "STATE" not in run("ls", catalog.uri)
     node.kill()

@@ -410,6 +410,8 @@ def test_what_does_not_lie_in_shared_memory_is_not_kept(tmp_path: Path) -> None:
                 assert handle.mapped_nbytes == 0
                 if name != "live":
                     assert handle.to_table() == small
+        streams = {dataset.name: dataset.streams for dataset in client.status().datasets}
+        assert streams["compressed"] == 4  # each read requests a stream to map, and then the stream that it returns
         server.drop("plain")
         with pytest.raises(DatasetNotFound):
             handle.to_table()

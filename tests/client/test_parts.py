@@ -218,7 +218,7 @@ def test_flight_is_the_last_way_to_data_whose_port_answers_nothing(
             with pytest.raises(DeadlineExceeded, match=r"tcp server .* no answer in time"):
                 another.read_endpoint(info, info.endpoints[0], transport="tcp")
             with pytest.MonkeyPatch.context() as later:
-                later.setattr(connection, "SILENCE", 0)
+                later.setattr(connection, "UNRESPONSIVE_TIME", 0)
                 with pytest.raises(DeadlineExceeded, match=r"tcp server .* no answer in time"):
                     another.read_endpoint(info, info.endpoints[0])
             server.close()

@@ -303,11 +303,11 @@ def test_only_the_last_route_to_this_host_may_take_the_whole_timeout() -> None:
     """A route to addresses on a device is no route to this host, whether or not its server has answered lately."""
     device = open_device("test:0")
     to_host = Route.of([Uri.parse("tcp://127.0.0.1:1?want_data=1")])
-    for is_silent in (False, True):
-        on_device = Route.of([Uri.parse(f"shm:///s?want_data=1&{DEVICE}={device.identity}")], is_silent)
+    for is_unresponsive in (False, True):
+        on_device = Route.of([Uri.parse(f"shm:///s?want_data=1&{DEVICE}={device.identity}")], is_unresponsive)
         part = plan_part(ReadRequest(device=device), SCHEMA, Endpoint(b"t", ()), [on_device, to_host])
         assert [step.connect_timeout for step in part.steps] == [None]
-        assert [step.connect_timeout for step in part.in_place] == ([] if is_silent else [CONNECT_TIMEOUT])
-        assert [step.connect_timeout for step in part.in_place_last] == ([CONNECT_TIMEOUT] if is_silent else [])
+        assert [step.connect_timeout for step in part.in_place] == ([] if is_unresponsive else [CONNECT_TIMEOUT])
+        assert [step.connect_timeout for step in part.in_place_last] == ([CONNECT_TIMEOUT] if is_unresponsive else [])
     alone = plan_part(ReadRequest(device=device), SCHEMA, Endpoint(b"t", ()), [on_device])
     assert [step.connect_timeout for step in alone.in_place] == [None]

@@ -234,7 +234,9 @@ def test_a_body_larger_than_the_client_takes_is_refused(any_server: Scripted) ->
     (schema, _), (header, body) = encoded(batch)
     opening = any_server.open(max_body=50_000)
     any_server.send(metadata(0, schema), metadata(1, header), Message(1, (body,)), end(2))
-    with pytest.raises(dis.errors.RemoteProtocolError, match=r"80\d\d\d bytes; at most 50000 are taken \(max_body\)"):
+    with pytest.raises(
+        dis.errors.RemoteProtocolError, match=r"80\d\d\d bytes; at most 50000 are accepted \(max_body\)"
+    ):
         opening.result(PATIENCE).read_all()
 
 

@@ -252,7 +252,7 @@ def test_ctrl_c_while_a_stream_is_left_keeps_no_connection(shm: dis.Server) -> N
     assert at, "it was interrupted"
 
 
-def test_where_no_thread_gives_back_the_stream_fails_and_the_connection_ends(shm: dis.Server) -> None:
+def test_a_stream_fails_if_no_thread_can_free_its_memory(shm: dis.Server) -> None:
     shm.publish("live", live)
     reader = read(shm, "live")
     with (

@@ -65,7 +65,7 @@ def _environment() -> dict[str, str]:
         "SPARK_DAEMON_MEMORY": "256m",
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join(map(str, (source, tests / "spark"))),
-        "DISSOCIATED_NODE": "--store /dev/shm/second --beat 1",
+        "DISSOCIATED_NODE": "--store /dev/shm/second --heartbeat 1",
     }
 
 

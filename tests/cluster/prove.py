@@ -34,7 +34,7 @@ from support.processes import Process
 TESTS = Path(__file__).parents[1]
 AWAY = 4  # seconds for which a process is dead, or a link is cut
 NODE = (
-    *("node", "--catalog", CATALOG, "--beat", "1", "--store", "/dev/shm/store"),
+    *("node", "--catalog", CATALOG, "--heartbeat", "1", "--store", "/dev/shm/store"),
     *("--listen", "shm:", "--listen", "tcp://0.0.0.0:8816", "--flight", "grpc://0.0.0.0:8817"),
 )
 SUBJECTS = {

@@ -244,7 +244,7 @@ def test_puts_and_appends_over_a_link_that_is_cut_count_once(tmp_path: Path) -> 
     with Cluster("a", "b", "c", delay=0.005) as cluster:
         serve_catalog(cluster, tmp_path)
         place = ("--store", "/dev/shm/store", "--listen", "tcp://0.0.0.0:8816", "--flight", "grpc://0.0.0.0:8817")
-        cluster["b"].dissociated("node", "--catalog", CATALOG, "--beat", "1", *place)
+        cluster["b"].dissociated("node", "--catalog", CATALOG, "--heartbeat", "1", *place)
         client = cluster["c"].start("-c", APPEND, CATALOG)
         told = cluster["b"].start("-c", PROBLEM, "grpc://localhost:8817")
         for name in "bcb":

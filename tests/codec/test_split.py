@@ -11,7 +11,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.split import SplitMessage, Splitter, split
+from dissociated.codec.split import LargeBatch, SplitMessage, Splitter, split, split_small
 from dissociated.codec.validation import validate_shared
 from dissociated.errors import SourceError
 from dissociated.format.encapsulated import encapsulate, end_of_stream
@@ -208,6 +208,42 @@ def test_small_batches_beside_a_large_one_of_as_many_rows() -> None:
     for one, expected in zip(split(reader(*some)), written(*some), strict=True):
         assert padded(one.header) == expected.metadata.to_pybytes()
         assert one.body is None or body(one) == expected.body.to_pybytes()
+
+
+def test_large_batches_in_memory_of_the_caller_are_those_that_libarrow_writes() -> None:
+    """Encode large batches of every layout, whole and sliced within a byte. Memory behind them is not touched."""
+    arrays = {name: pa.concat_arrays([some[-1]] * 500) for name, some in ARRAYS.items() if "dictionary" not in name}
+    large = {name: pa.record_batch({"x": array}) for name, array in arrays.items()}
+    encoded = set()
+    for name, whole in large.items():
+        some = [whole, whole.slice(1), whole.slice(5, whole.num_rows // 2 + 3), whole]
+        with case(name):
+            for made, expected in zip(split_small(reader(*some)), written(*some), strict=True):
+                if isinstance(made, LargeBatch):
+                    encoded.add(name)
+                    memory = np.full(made.size + 64, 7, np.uint8)
+                    size = made.size
+                    made, begin = made.encode(memory[:size])
+                    body_length = made.parsed.body_length
+                    assert memory[begin : begin + body_length].tobytes() == expected.body.to_pybytes()
+                    assert (memory[size:] == 7).all()
+                assert padded(made.header) == expected.metadata.to_pybytes()
+                assert made.body is None or body(made) == expected.body.to_pybytes()
+    assert len(encoded) > len(arrays) // 2
+
+
+def test_a_large_batch_that_grows_meanwhile_is_refused() -> None:
+    """Lengthen a text after its memory was measured. Nothing is written behind that memory."""
+    offsets = np.array([0, 50_000, 100_000], np.int32)
+    values = pa.py_buffer(bytes(1 << 20))
+    array = pa.Array.from_buffers(pa.binary(), 2, [None, pa.py_buffer(offsets), values])
+    _, large = split_small(reader(pa.record_batch({"b": array})))
+    assert isinstance(large, LargeBatch)
+    memory = np.full(1 << 20, 7, np.uint8)
+    offsets[2] = 1 << 20
+    with pytest.raises(SourceError, match="changed while it was written"):
+        large.encode(memory[: large.size])
+    assert (memory[large.size :] == 7).all()
 
 
 def test_a_small_batch_of_another_schema_is_refused() -> None:

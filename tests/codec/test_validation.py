@@ -94,7 +94,7 @@ UNSOUND = {
 }
 
 
-def test_what_is_no_good_value_arrives_as_it_is(tmp_path: Path) -> None:
+def test_invalid_values_arrive_unchanged(tmp_path: Path) -> None:
     with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
         for name, content in UNSOUND.items():
             with case(name):

@@ -390,7 +390,7 @@ def test_a_file_that_says_nothing_took_everything() -> None:
 # Failures of the sink
 
 
-def test_what_is_no_sink_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_sink_is_refused(tmp_path: Path) -> None:
     with leaving_nothing():
         with pytest.raises(StoreError, match="cannot write to a int: give a path or a binary file object"):
             StreamWriter(5, SCHEMA)

@@ -101,7 +101,7 @@ def test_of_a_server_that_cannot_choose(either: Route) -> None:
 
 
 @pytest.mark.parametrize("batches", [(-1, 1), (2, 1)], ids=str)
-def test_what_is_no_range_is_refused(either: Route, batches: tuple[int, int]) -> None:
+def test_an_invalid_range_is_refused(either: Route, batches: tuple[int, int]) -> None:
     either.publish(TABLE)
     with pytest.raises(dis.errors.OptionError, match=re.escape(f"not {batches}")):
         either.open(batches=batches)

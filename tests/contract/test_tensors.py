@@ -62,5 +62,5 @@ def test_what_is_of_the_other_kind_is_refused_with_what_to_do(either: Route) -> 
 
 def test_a_tensor_larger_than_is_taken(direct: Route) -> None:
     direct.publish(some())
-    with pytest.raises(dis.errors.RemoteProtocolError, match="at most 100 are taken"):
+    with pytest.raises(dis.errors.RemoteProtocolError, match="at most 100 are accepted"):
         direct.tensors(max_body=100)

@@ -48,7 +48,7 @@ def test_a_ticket_is_good_for_at_most_its_lifetime_and_at_least_most_of_it() -> 
         assert 70 < expires - now <= 80
 
 
-def test_who_asks_twice_gets_the_same_ticket_for_a_while() -> None:
+def test_two_requests_soon_after_another_get_the_same_ticket() -> None:
     signer = Signer(SECRET, 80.0)
     assert signer.sign(Grant(b"datum"), 1000.0) == signer.sign(Grant(b"datum"), 1009.9)
     assert signer.sign(Grant(b"datum"), 1000.0) != signer.sign(Grant(b"datum"), 1010.0)
@@ -77,7 +77,7 @@ def test_an_altered_ticket_is_refused(data: st.DataObject, granted: Grant) -> No
 
 
 @pytest.mark.parametrize("foreign", [b"", bytes(16), bytes(42), secrets.token_bytes(60)], ids=len)
-def test_what_is_no_signed_ticket_is_refused(foreign: bytes) -> None:
+def test_an_invalid_signed_ticket_is_refused(foreign: bytes) -> None:
     with pytest.raises(AccessDenied, match="not made by this server"):
         Signer(SECRET, 80.0).check(foreign, 0.0)
 
@@ -169,6 +169,20 @@ def test_tickets_for_columns_that_cannot_be(server: dis.Server, serve: Serve) ->
         plain.ticket("data", columns=["n"])
 
 
+def test_a_ticket_that_no_request_can_carry_is_refused(server: dis.Server, serve: Serve) -> None:
+    for one in (server, serve("tcp:")):
+        for size in (65_537, 70_000):
+            with pytest.raises(OptionError, match=r"is too long, since a request has at most 65,536"):
+                one.publish("long", TABLE, ticket=b"x" * size)
+        assert "long" not in one.names()
+        one.publish("long", TABLE, ticket=b"x" * 65_000)
+        assert dis.open_stream(location(one, "long", "tcp"), one.ticket("long")).read_all() == TABLE
+    wide = pa.table({f"column {number}": [1] for number in range(6_000)})
+    server.publish("wide", wide)
+    with pytest.raises(OptionError, match="grant fewer columns"):
+        server.ticket("wide", columns=wide.column_names)
+
+
 def test_a_stream_that_has_begun_outlives_its_ticket(server: dis.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.publish("data", pa.Table.from_batches(TABLE.to_batches() * 100).to_reader())
     reader = dis.open_stream(location(server, "data", "tcp"), server.ticket("data"))
@@ -200,7 +214,7 @@ def test_tokens_and_whose_they_are() -> None:
     assert "sesame" not in repr(vars(Tokens(["sesame"])))
 
 
-def test_who_may_read_a_token_or_a_secret_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_file_that_others_can_read_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "tokens"
     path.write_text("0123456789abcdef")
     for mode, told in ((0o600, 0), (0o640, 1), (0o604, 1)):

@@ -87,7 +87,7 @@ def test_a_consumer_in_c_never_sees_the_end_too_early(device: Device, monkeypatc
     assert whole < at
 
 
-def test_what_was_interrupted_is_not_published(device: Device) -> None:
+def test_an_interrupted_put_is_not_published(device: Device) -> None:
     for at in itertools.count():
         interruption = Interruption(at)
         source = reader_of(device)

@@ -166,7 +166,7 @@ else:
 
 
 @pytest.mark.parametrize("how", ["read", "write"])
-def test_who_touches_memory_of_the_emulated_device_dies(how: str) -> None:
+def test_a_process_that_touches_memory_of_the_emulated_device_dies(how: str) -> None:
     run = subprocess.run([sys.executable, "-c", TOUCHES, how], capture_output=True, text=True, timeout=PATIENCE)
     assert (run.returncode, run.stdout) == (-signal.SIGSEGV, "allocated\n")
 

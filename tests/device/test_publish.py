@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
-from dissociated.client.connection import remember_silence
+from dissociated.client.connection import remember_unresponsive
 from dissociated.client.parts import open_part_on_device
 from dissociated.client.plan import Route, plan_part
 from dissociated.client.request import ReadRequest
@@ -87,7 +87,7 @@ def test_a_device_route_that_was_silent_is_tried_if_no_other_works(
     server.publish("there", on_device(device, [*pieces()]))
     (there,) = client.describe("there").endpoints
     (at,) = [Uri.parse(uri) for uri in there.locations if "device=" in uri]
-    remember_silence(at)
+    remember_unresponsive(at)
     routes = [Route.of([at]), Route.of([Uri.parse("tcp://127.0.0.1:1?want_data=1")])]  # nobody listens there
     part = plan_part(ReadRequest(device=device), NUMBERS.schema, there, routes)
     assert to_host(open_part_on_device(part, device)) == NUMBERS
@@ -310,7 +310,9 @@ def test_selections_and_filters(device: Device, server: dis.Server, client: dis.
     assert two == NUMBERS.slice(7_000, 14_000)
 
 
-def test_who_cannot_use_it_gets_host_bodies(emulated: EmulatedDevice, server: dis.Server, client: dis.Client) -> None:
+def test_a_client_that_cannot_use_the_device_gets_bodies_on_the_host(
+    emulated: EmulatedDevice, server: dis.Server, client: dis.Client
+) -> None:
     server.publish("numbers", on_device(open_device("test:0"), [*pieces()]))
     assert to_host(client.read_on_device("numbers", emulated)) == NUMBERS, "it lies on another device than is wanted"
     (uri,) = [one for one in client.describe("numbers").endpoints[0].locations if "device=" in one]

@@ -72,7 +72,7 @@ def test_other_libraries_take_it_where_it_lies_and_wait_for_it(client: dis.Clien
     taken.release()
 
 
-def test_who_takes_a_batch_without_memory_is_told_of_no_event(device: Device) -> None:
+def test_a_consumer_of_a_batch_without_memory_gets_no_event(device: Device) -> None:
     """libarrow drops the validity of columns without nulls.
 
     Here no buffer remains, so nothing would keep an event alive.

@@ -50,8 +50,8 @@ ENDS: list[Callable[[test_connections.Ends], None]] = [
     test_connections.test_a_peer_that_takes_nothing_exceeds_the_deadline,
     test_connections.test_two_sides_that_both_send_do_not_block_each_other,
     test_connections.test_interrupting_ends_a_send_in_another_thread,
-    test_connections.test_one_who_sends_and_does_not_receive_is_cut_off,
-    test_connections.test_one_who_stops_receiving_may_go_on_sending,
+    test_connections.test_a_client_that_sends_and_does_not_receive_is_cut_off,
+    test_connections.test_a_peer_that_stops_receiving_may_continue_to_send,
 ]
 
 

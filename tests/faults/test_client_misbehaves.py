@@ -94,8 +94,8 @@ HANDSHAKES = [
     Case("large untagged", PREAMBLE + head(UNTAGGED, 2**26), "bytes"),
     Case("untagged beyond the cap", PREAMBLE + head(UNTAGGED, 2**26 + 1), "at most"),
     Case("unknown tag", PREAMBLE + tagged(b"ticket", 12345), "unknown tag 0x0000000000003039"),
-    Case("request of 2 MiB", PREAMBLE + head(TAGGED, 2**21, SOME), "at most 65536 are taken"),
-    Case("request of 2**55 bytes", PREAMBLE + head(TAGGED, 2**55, SOME), "at most 65536 are taken"),
+    Case("request of 2 MiB", PREAMBLE + head(TAGGED, 2**21, SOME), "at most 65536 are accepted"),
+    Case("request of 2**55 bytes", PREAMBLE + head(TAGGED, 2**55, SOME), "at most 65536 are accepted"),
     Case("unknown ticket", PREAMBLE + tagged(b"no such ticket", SOME), "no dataset has this ticket"),
     Case("empty ticket", PREAMBLE + tagged(b"", SOME), "no dataset has this ticket"),
     Case("ticket of zeros", PREAMBLE + tagged(bytes(65_536), SOME), "no dataset has this ticket"),
@@ -257,7 +257,7 @@ def test_more_addresses_than_are_held_are_refused_unread(serve: Serve) -> None:
         connection.send(want(good.server.ticket("many"), want_of(uri)))
         pairs = 2 * len(read_stream(connection))
         connection.send(head(TAGGED, 8 * (pairs + 1), free_of(uri)))
-        assert f"a message of {8 * (pairs + 1)} bytes; at most {8 * pairs} are taken" in reason(connection)
+        assert f"a message of {8 * (pairs + 1)} bytes; at most {8 * pairs} are accepted" in reason(connection)
 
 
 FREES: dict[str, tuple[Callable[[Stream], bytes], str]] = {
@@ -268,7 +268,7 @@ FREES: dict[str, tuple[Callable[[Stream], bytes], str]] = {
     "double free in two": (lambda s: free(s.held[0], tag=s.free_tag) * 2, "which it does not hold"),
     "empty": (lambda s: frame(TAGGED, b"", s.free_tag), "free_data message of 0 bytes"),
     "ragged": (lambda s: frame(TAGGED, bytes(12), s.free_tag), "free_data message of 12 bytes"),
-    "of 2**55 bytes": (lambda s: head(TAGGED, 2**55, s.free_tag), "at most 65536 are taken"),
+    "of 2**55 bytes": (lambda s: head(TAGGED, 2**55, s.free_tag), "at most 65536 are accepted"),
     "second request": (lambda s: frame(TAGGED, b"ticket", s.want_tag), "a second stream"),
     "second preamble": (lambda s: PREAMBLE + free(1, tag=s.free_tag), "this kind has no tag and at most"),
     "region": (lambda s: region(0, 4096, SEALED), "shared memory"),

@@ -16,7 +16,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
-from support.helpers import location, wait_until
+from support.helpers import location, open_over_flight, wait_until
 
 from .clients import CLIENT, COUNTING, ENDING, failure_by, line, stop_and_go_on
 from .conftest import PEER, Serve, Spawn
@@ -151,16 +151,16 @@ def test_a_flight_server_is_stopped(spawn: Spawn) -> None:
     process = spawn("-c", FLIGHT_SERVER)
     with dis.connect(line(process), timeout=2) as client:
         ticket = client.describe("numbers").endpoints[0].ticket
-        reader = client.do_get(ticket)
+        reader = open_over_flight(client, ticket)
         rows = reader.read_next_batch().num_rows
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(DeadlineExceeded, match="silent for 2 s"):
             rows += sum(batch.num_rows for batch in reader)
         assert rows < 1 << 24
         with pytest.raises(DeadlineExceeded, match="silent for 2 s"):
-            client.do_get(ticket)
+            open_over_flight(client, ticket)
         process.send_signal(signal.SIGCONT)
-        assert client.do_get(ticket).read_all().num_rows == 1 << 24
+        assert open_over_flight(client, ticket).read_all().num_rows == 1 << 24
 
 
 def test_real_server_is_killed(spawn: Spawn, runtime: str) -> None:

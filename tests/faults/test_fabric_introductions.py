@@ -85,16 +85,16 @@ LIES: dict[str, tuple[list[Word], bool, type[DissociatedError], str]] = {
     ),
     "a kind that is none": ([word(99)], False, RemoteProtocolError, "invalid control message"),
     "what only clients say": ([word(Kind.JOIN)], False, RemoteProtocolError, "invalid control message"),
-    "a place for bodies, for ever": ([word(Kind.BODIES_JOIN)], True, RemoteProtocolError, "invalid control message"),
+    "a place for bodies, forever": ([word(Kind.BODIES_JOIN)], True, RemoteProtocolError, "invalid control message"),
     "more consumed than sent": (
         [word(Kind.CREDIT, b"\xff" * 8)],
         False,
         RemoteProtocolError,
         "received more bytes than were sent",
     ),
-    "heartbeats, for ever": ([word(Kind.CREDIT, bytes(8))], True, DeadlineExceeded, "no answer"),
-    "metadata, for ever": ([(None, lambda name: b"\1" * 100)], True, DeadlineExceeded, "no answer"),
-    "bodies, for ever": ([(1, lambda name: bytes(100))], True, DeadlineExceeded, "no answer"),
+    "heartbeats, forever": ([word(Kind.CREDIT, bytes(8))], True, DeadlineExceeded, "no answer"),
+    "metadata, forever": ([(None, lambda name: b"\1" * 100)], True, DeadlineExceeded, "no answer"),
+    "bodies, forever": ([(1, lambda name: bytes(100))], True, DeadlineExceeded, "no answer"),
 }
 
 
@@ -118,7 +118,7 @@ def test_an_answer_that_is_given_again_and_again_is_no_sign_of_work() -> None:
         connection.receive(TIMEOUT, lambda tag, length: bytearray(length))
 
 
-def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Serve) -> None:
+def test_clients_that_only_say_hello_keep_no_other_client_out(serve: Serve) -> None:
     """Limit clients that say HELLO and never join. Each place costs 16 MB, and 40 are requested."""
     good = serve("fabric:", handshake_timeout=5.0)
     uri = Uri.parse(good.server.locations("good")[0])

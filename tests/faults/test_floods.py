@@ -109,7 +109,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("where", media(WHERE))
-def test_one_who_sends_without_end_costs_a_server_no_memory(spawn: Spawn, where: str) -> None:
+def test_a_client_that_sends_without_end_costs_a_server_no_memory(spawn: Spawn, where: str) -> None:
     server = spawn("-c", SERVER, WHERE[where])
     assert server.stdin is not None
     enough = ENOUGH[f"{where} 1.17" if where == "fabric" and ofi().version == "1.17" else where]

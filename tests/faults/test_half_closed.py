@@ -85,7 +85,7 @@ def test_what_comes_by_address_is_leased_until_the_client_hangs_up(serve: Serve,
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
-def test_who_hangs_up_altogether_does_not_keep_the_source_busy(serve: Serve, scheme: str) -> None:
+def test_a_client_that_disconnects_ends_the_reading_of_its_source(serve: Serve, scheme: str) -> None:
     good = serve(f"{scheme}:")
     good.server.publish("data", pa.RecordBatchReader.from_batches(BATCH.schema, itertools.repeat(BATCH)))
     with asked(good, scheme, "packed") as connection:
@@ -93,7 +93,7 @@ def test_who_hangs_up_altogether_does_not_keep_the_source_busy(serve: Serve, sch
     wait_until(good.alone, "the server has let go of the connection")
 
 
-def test_what_comes_inline_to_one_that_also_maps_is_right_when_it_is_taken_late(serve: Serve) -> None:
+def test_inline_bodies_of_a_client_that_also_maps_are_right_when_taken_late(serve: Serve) -> None:
     """Read inline bodies late: the server has disconnected the client by then, and has reused the memory they share."""
     good = serve("shm:", stall_timeout=1.0)
     half_closed = threading.Event()

@@ -67,7 +67,9 @@ def trickling(uri: Uri, count: int) -> Iterator[Sequence[bool]]:
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp", "tls"])
-def test_one_who_asks_gets_in_however_many_dawdle(serve: Serve, certified: Certificates, scheme: str) -> None:
+def test_a_client_with_a_request_is_served_beside_many_slow_ones(
+    serve: Serve, certified: Certificates, scheme: str
+) -> None:
     options = certified.options if scheme == "tls" else {}
     good = serve(f"{scheme}:", max_connections=4, max_pending=8, handshake_timeout=60, **options)
     uri = good.server.locations("good")[0]

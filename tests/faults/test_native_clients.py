@@ -60,7 +60,7 @@ LIES: dict[str, tuple[Callable[[Good, Tags], Sequence[Message]], str]] = {
     "an untagged message": (lambda good, tags: [Message(None, (b"\1\0\0\0\0",))], "untagged message"),
     "an empty ticket": (lambda good, tags: [Message(tags.want, (b"",))], "no dataset has this ticket"),
     "an unknown ticket": (lambda good, tags: [Message(tags.want, (b"no such ticket",))], "no dataset has this ticket"),
-    "a large request": (lambda good, tags: [Message(tags.want, (bytes(1 << 17),))], "at most 65536 are taken"),
+    "a large request": (lambda good, tags: [Message(tags.want, (bytes(1 << 17),))], "at most 65536 are accepted"),
     "a free before its request": (lambda good, tags: [Message(tags.free, (bytes(8),))], "is not allowed|is idle"),
     "a second request": (lambda good, tags: [wanted(good, tags)] * 2, "a second stream"),
     "a free of what it was not sent": (
@@ -72,7 +72,7 @@ LIES: dict[str, tuple[Callable[[Good, Tags], Sequence[Message]], str]] = {
 
 
 @pytest.mark.parametrize("medium", media(MEDIA))
-def test_one_who_breaks_the_protocol_is_told_and_harms_nobody(serve: Serve, medium: str) -> None:
+def test_a_client_that_breaks_the_protocol_gets_the_reason_and_harms_no_other(serve: Serve, medium: str) -> None:
     fetches = medium != "fabric, tcp"  # test_fabric.py covers servers that refuse allow_rma
     good = serve(MEDIA[medium], allow_rma=fetches)
     for name, (lie, phrase) in LIES.items():
@@ -139,7 +139,7 @@ SAYINGS = {
 
 
 @pytest.mark.needs("libfabric")
-def test_one_who_lies_beside_the_protocol_goes_and_harms_nobody(serve: Serve) -> None:
+def test_a_client_with_false_control_messages_is_disconnected_and_harms_no_other(serve: Serve) -> None:
     good = serve("fabric:")
     for name, words in SAYINGS.items():
         with case(name), fabric_client(Uri.parse(good.server.locations("good")[0])) as client:
@@ -174,7 +174,7 @@ def waiting(good: Good, count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("medium", media(MEDIA))
-def test_one_who_asks_gets_in_however_many_are_only_connected(serve: Serve, medium: str) -> None:
+def test_a_client_with_a_request_is_served_beside_many_idle_ones(serve: Serve, medium: str) -> None:
     good = serve(MEDIA[medium], max_connections=2, max_pending=4, handshake_timeout=60)
     with waiting(good, 6):
         wait_until(lambda: good.server.connections >= 4, "they are there")

@@ -146,9 +146,9 @@ BODIES = [
         "an enormous body first",
         SCHEMA + head(TAGGED, 2**55, 1),
         BROKEN,
-        r"at most 17179869184 are taken \(max_body\)",
+        r"at most 17179869184 are accepted \(max_body\)",
     ),
-    Case("the largest body of all", SCHEMA + head(TAGGED, 2**56 - 1, 1), BROKEN, "at most 17179869184 are taken"),
+    Case("the largest body of all", SCHEMA + head(TAGGED, 2**56 - 1, 1), BROKEN, "at most 17179869184 are accepted"),
     Case("a body after the end", SCHEMA + end(2) + body(5, BODY), BROKEN, "after it ended the stream at 2"),
 ]
 

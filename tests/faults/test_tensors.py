@@ -103,7 +103,7 @@ LENGTH_AT = CSR.index(struct.pack("<qq", 80, 40)) + 8  # offset of the buffer of
     ],
     ids=range(10),
 )
-def test_what_is_no_tensor_is_refused(scripted: Scripted, scheme: str, data: bytes, phrase: str) -> None:
+def test_an_invalid_tensor_is_refused(scripted: Scripted, scheme: str, data: bytes, phrase: str) -> None:
     refused(scripted(scheme, saying(data)), phrase)
 
 

@@ -105,7 +105,7 @@ def parse_footer_base(footer: bytearray) -> int:
     return pa.py_buffer(footer).address
 
 
-def test_what_is_no_footer_is_refused() -> None:
+def test_an_invalid_footer_is_refused() -> None:
     for junk in (b"", b"\0\0\0\0", bytes(64), b"\xff" * 64, b"ARROW1\0\0"):
         with case(junk), pytest.raises(FormatError, match="the Arrow IPC file has a footer"):
             parse_footer(junk)

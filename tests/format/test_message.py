@@ -162,7 +162,7 @@ class TestRefusal:
             pytest.param(patched(20, "05"), "sparse tensor that cannot be read", id="sparse tensor of nothing"),
         ],
     )
-    def test_what_is_no_message_is_refused_with_the_reason(self, header, reason):
+    def test_an_invalid_message_is_refused_with_the_reason(self, header, reason):
         with pytest.raises(RemoteProtocolError, match=reason):
             parse_header(header)
 

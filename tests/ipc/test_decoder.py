@@ -329,7 +329,7 @@ def test_what_was_fed_is_let_go_with_the_batches() -> None:
 
 
 @pytest.mark.parametrize("ended", ["reset", "an error", "the decoder collected"])
-def test_what_waited_is_let_go(ended: str) -> None:
+def test_waiting_bytes_are_released(ended: str) -> None:
     content = STREAMS["dictionaries that are replaced"]
     fed = bytearray(content[:-60])  # the last batch is incomplete
     decoder = StreamDecoder(Silent())

@@ -176,7 +176,7 @@ def test_what_nobody_holds_goes_back_at_once(region: LiveRegion) -> None:
     assert (region.unfreed, region.empty) == (0, True)
 
 
-def test_who_counts_no_more_keeps_what_he_holds_and_makes_room(region: LiveRegion) -> None:
+def test_exempt_leases_keep_memory_and_make_room(region: LiveRegion) -> None:
     held = [region.place([b"x" * 5 * PAGE], 5 * PAGE, [(0, 5 * PAGE)], holders=2)[0][0] for _ in range(2)]
     assert not region.has_room(1)
     region.exempt(held)

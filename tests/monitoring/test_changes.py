@@ -94,7 +94,7 @@ def test_what_expires_is_told_and_a_node_that_starts_again_finds_no_news(
         assert told == [
             ("committed", "kept", 1, "it is new"),
             ("committed", "short", 1, "it is new"),
-            ("expired", "short", 1, "its time to live is over"),
+            ("expired", "short", 1, "its time to live has ended"),
         ]
         assert kept(node) == ChangeCounts(committed=2, expired=1)
     told.clear()
@@ -132,7 +132,7 @@ def _older(store: Path, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("policy", [Policy.EVICT, Policy.SPILL])
-def test_what_goes_to_make_room(tmp_path: Path, told: list[tuple[Any, ...]], policy: Policy) -> None:
+def test_evictions_and_spills_are_recorded(tmp_path: Path, told: list[tuple[Any, ...]], policy: Policy) -> None:
     spill = tmp_path / "disk" if policy is Policy.SPILL else None
     kind = "evicted" if policy is Policy.EVICT else "spilled"
     store = Store(tmp_path / "store", 14 * MIB, policy, spill)
@@ -160,12 +160,12 @@ def test_a_catalog_counts_what_it_decides_and_a_node_what_its_store_does(
         with Node(store, ["shm:"], catalog=catalog.uri, heartbeat_interval=1.0) as node:
             for name in "abc":
                 put(node, name, LARGE)
-            wait_until(lambda: catalog.status().changed.evicted, "the catalog hears that it is gone")
-            assert catalog.status().changed == ChangeCounts(committed=3, evicted=1)
+            wait_until(lambda: catalog.catalog.status().changed.evicted, "the catalog hears that it is gone")
+            assert catalog.catalog.status().changed == ChangeCounts(committed=3, evicted=1)
             assert node.server.status().changed == ChangeCounts(evicted=1)
             with dis.connect(catalog.uri) as client:
                 client.drop("b")
-            assert catalog.status().changed == ChangeCounts(committed=3, evicted=1, dropped=1)
+            assert catalog.catalog.status().changed == ChangeCounts(committed=3, evicted=1, dropped=1)
     finally:
         catalog.close()
     assert [one[:3] for one in told if one[0] == "evicted"] == [("evicted", "a", None), ("evicted", "a", 1)]

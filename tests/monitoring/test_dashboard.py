@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.control.access import security
 from dissociated.errors import OptionError, TransportError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
@@ -137,7 +138,8 @@ def _seen(uri: str, directory: Path) -> str:
 @pytest.mark.needs("browser")
 def test_a_browser_shows_a_guarded_node(tmp_path: Path) -> None:
     store = Store(tmp_path / "store", limit=1 << 20)
-    with Node(store, ["shm:"], http="127.0.0.1:0", authorize={"secret": ("me", "admin")}) as node:
+    guarded = security(authorize={"secret": ("me", "admin")})
+    with Node(store, ["shm:"], http="127.0.0.1:0", security=guarded) as node:
         with dis.connect(node.uri, token="secret") as client:
             name = '<b title="x">bold</b>'
             client.put(name, TABLE)

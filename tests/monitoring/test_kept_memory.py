@@ -77,7 +77,7 @@ def test_without_a_thread_whoever_asks_looks() -> None:
         assert left() == 1
 
 
-def test_where_the_kernel_never_tells_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_counts_as_kept_without_kernel_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = fcntl.fcntl
 
     def without_leases(descriptor: int, command: int, *arguments: Any) -> Any:

@@ -107,7 +107,7 @@ def test_there_is_nothing_else(serve: Serve) -> None:
         urllib.request.urlopen(request, timeout=10)
 
 
-def test_those_who_say_nothing_keep_nobody_out(serve: Serve) -> None:
+def test_silent_clients_keep_no_other_client_out(serve: Serve) -> None:
     """Beyond a limit, the oldest connection is closed."""
     server = serve("inproc:", metrics="127.0.0.1:0")
     host, port = server.metrics_uri.split("/")[2].split(":")
@@ -117,9 +117,7 @@ def test_those_who_say_nothing_keep_nobody_out(serve: Serve) -> None:
         assert [one.recv(1) for one in silent[:8]] == [b""] * 8
 
 
-def test_those_who_come_again_and_again_close_nobody_who_has_just_come(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_that_reconnect_at_once_close_no_new_client(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dissociated.monitoring.http.LEAST_TIME", PATIENCE)
     server = serve("inproc:", metrics="127.0.0.1:0")
     host, port = server.metrics_uri.split("/")[2].split(":")

@@ -235,7 +235,7 @@ def test_a_status_is_the_same_after_json(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("said", [None, [], {}, {"totals": 1}, {"datasets": [1]}])
-def test_what_is_no_status_is_refused(said: Any) -> None:
+def test_an_invalid_status_is_refused(said: Any) -> None:
     with pytest.raises(FormatError, match="not the status of a server"):
         ServerStatus.parse(said)
 
@@ -262,5 +262,5 @@ def test_a_catalog_that_answers_with_nonsense() -> None:
         activity = server.activity
         now = activity.status(None, [], {})
         activity.status = lambda *_: replace(now, totals=None)  # type: ignore[method-assign,arg-type]  # nonsense
-        with pytest.raises(CatalogError, match="answered with what cannot be read"):
+        with pytest.raises(CatalogError, match="sent an unreadable status"):
             client.status()

@@ -54,8 +54,10 @@ def catalog(tmp_path: Path, guarded: Security) -> Iterator[CatalogService]:
 
 
 @pytest.fixture
-def node(tmp_path: Path, catalog: CatalogService, options: dict[str, Any]) -> Iterator[Node]:
-    with Node(Store(tmp_path / "store"), ["shm:", "tls:"], flight=TLS, catalog=catalog.uri, **options) as running:
+def node(tmp_path: Path, catalog: CatalogService, guarded: Security) -> Iterator[Node]:
+    with Node(
+        Store(tmp_path / "store"), ["shm:", "tls:"], flight=TLS, catalog=catalog.uri, security=guarded
+    ) as running:
         yield running
 
 
@@ -145,12 +147,12 @@ def test_without_a_token_nothing_is_put_dropped_or_renewed(
     client.put("d", TABLE.to_reader())
     for uri in (catalog.uri, node.uri):
         with dis.connect(uri, tls_roots=certified.roots) as stranger:
-            with pytest.raises(AccessDenied, match="asks for a token"):
+            with pytest.raises(AccessDenied, match="requires a token"):
                 stranger.put("d", TABLE.slice(1).to_reader())
             for action in ("drop", "commit", "reserve", "discard", "versions", "nodes", "status", "stage"):
-                with pytest.raises(AccessDenied, match="asks for a token"):
+                with pytest.raises(AccessDenied, match="requires a token"):
                     stranger.do_action(action, {"name": "d"})
-            with pytest.raises(AccessDenied, match="asks for a token"):
+            with pytest.raises(AccessDenied, match="requires a token"):
                 stranger.do_action("RenewFlightEndpoint", {})
     assert client.read("d").read_all() == TABLE
 
@@ -163,7 +165,7 @@ def test_a_secret_alone_keeps_strangers_from_registering(tmp_path: Path) -> None
         with pytest.raises(AccessDenied, match="the same secret"):
             Node(Store(tmp_path / "stranger"), ["shm:"], catalog=catalog.uri)
         with (
-            Node(Store(tmp_path / "store"), ["shm:"], catalog=catalog.uri, secret=SECRET),
+            Node(Store(tmp_path / "store"), ["shm:"], catalog=catalog.uri, security=shared),
             dis.connect(catalog.uri) as client,
         ):
             client.put("d", TABLE.to_reader())
@@ -177,7 +179,7 @@ def test_a_secret_alone_keeps_strangers_from_registering(tmp_path: Path) -> None
     [
         ({"authorize": None}, "requires tokens, and the node does not"),
         ({"ticket_lifetime": None}, "do not make the same tickets"),
-        ({"secret": None}, "asks for a token"),
+        ({"secret": None}, "requires a token"),
         ({"secret": SECRET[::-1]}, "does not accept this token"),
         ({"tls_roots": None}, "certificate"),
     ],
@@ -185,8 +187,9 @@ def test_a_secret_alone_keeps_strangers_from_registering(tmp_path: Path) -> None
 def test_a_node_that_is_guarded_otherwise_is_told_when_it_starts(
     tmp_path: Path, catalog: CatalogService, options: dict[str, Any], change: dict[str, Any], sentence: str
 ) -> None:
+    other = security(**{**options, **change}, peers=True)
     with pytest.raises(AccessDenied, match=sentence):
-        Node(Store(tmp_path / "store"), ["tls:"], flight=TLS, catalog=catalog.uri, **{**options, **change})
+        Node(Store(tmp_path / "store"), ["tls:"], flight=TLS, catalog=catalog.uri, security=other)
 
 
 def test_a_node_with_the_same_secret_accepts_tickets_from_before_it_was_started_again(
@@ -194,14 +197,16 @@ def test_a_node_with_the_same_secret_accepts_tickets_from_before_it_was_started_
 ) -> None:
     tickets: list[bytes] = []
     for _ in range(2):
+        again = security(**options, peers=True)
         with (
-            Node(Store(tmp_path / "store"), ["shm:"], flight=TLS, **options) as node,
+            Node(Store(tmp_path / "store"), ["shm:"], flight=TLS, security=again) as node,
             dis.connect(node.uri, token="sesame", tls_roots=certified.roots) as client,
+            plain(node.uri, certified) as bare,
         ):
             if not tickets:
                 client.put("d", TABLE.to_reader())
                 tickets.append(client.describe("d").endpoints[0].ticket)
-            assert client.do_get(tickets[0]).read_all() == TABLE
+            assert bare.do_get(flight.Ticket(tickets[0]), bearing("sesame")).read_all() == TABLE
 
 
 def test_status_of_a_catalog_names_its_nodes_and_that_of_a_node_what_it_holds(client: dis.Client, node: Node) -> None:

@@ -78,7 +78,17 @@ def test_a_host_that_has_a_node_waits_for_it_and_starts_no_second_one(
     monkeypatch.setenv("DISSOCIATED_NODE", f"--store {memory / 'second'}")
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
     flight = f"grpc://127.0.0.1:{free_port()}"
-    arguments = ("node", "--store", memory / "service", "--catalog", catalog.uri, "--flight", flight, "--beat", "1")
+    arguments = (
+        "node",
+        "--store",
+        memory / "service",
+        "--catalog",
+        catalog.uri,
+        "--flight",
+        flight,
+        "--heartbeat",
+        "1",
+    )
     node = start(*arguments)
     node.kill()
     with dis.connect(catalog.uri) as client:
@@ -97,7 +107,7 @@ def test_a_node_that_was_started_for_a_writer_starts_again_and_goes_when_it_is_e
     memory: Path, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = memory / "store"
-    monkeypatch.setenv("DISSOCIATED_NODE", f"--store {store} --empty-exit 0.1 --beat 0.2 --limit 12MiB")
+    monkeypatch.setenv("DISSOCIATED_NODE", f"--store {store} --empty-exit 0.1 --heartbeat 0.2 --limit 12MiB")
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
     with dis.connect(catalog.uri) as client:
         for again in range(2):

@@ -78,7 +78,7 @@ def test_the_time_of_the_catalog_decides_on_tickets(
     signed = ("--secret-file", secret, "--ticket-lifetime", "5")
     catalog = start_catalog(start, tmp_path, *signed)
     monkeypatch.setenv(CLOCK, str(ahead))
-    node = start("node", "--store", memory / "store", "--catalog", catalog.uri, "--beat", "1", *signed)
+    node = start("node", "--store", memory / "store", "--catalog", catalog.uri, "--heartbeat", "1", *signed)
     monkeypatch.delenv(CLOCK)
     put(catalog.uri, "d", table(1, 2))
     assert [read(catalog.uri, "d", transport) for transport in ("tcp", "shm", "grpc")] == [[1, 2]] * 3
@@ -107,9 +107,9 @@ def test_a_node_whose_clock_is_behind_takes_part_in_a_commit_that_takes_a_while(
     """The part that it has prepared looks two hours old by its clock, and must not be taken for a forgotten one."""
     catalog = start_catalog(start, tmp_path)
     monkeypatch.setenv(CLOCK, "-7200")
-    behind = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "0.1")
+    behind = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--heartbeat", "0.1")
     monkeypatch.delenv(CLOCK)
-    other = start("node", "--store", memory / "b", "--catalog", catalog.uri, "--beat", "1")
+    other = start("node", "--store", memory / "b", "--catalog", catalog.uri, "--heartbeat", "1")
     parts = []
     for node, number in ((behind, 1), (other, 2)):
         with dis.connect(node.uri) as client:
@@ -186,7 +186,7 @@ def test_a_catalog_tells_prometheus_of_its_nodes_and_of_what_they_took_along(
     port = free_port()
     catalog = start_catalog(start, tmp_path, "--metrics", f"127.0.0.1:{port}")
     store = memory / "store"
-    node = start("node", "--store", store, "--catalog", catalog.uri, "--beat", "0.5", "--limit", "1MiB")
+    node = start("node", "--store", store, "--catalog", catalog.uri, "--heartbeat", "0.5", "--limit", "1MiB")
 
     def told() -> dict[str, float]:
         return {name: value for (name, _), value in scrape(f"http://127.0.0.1:{port}/metrics").items()}
@@ -208,7 +208,7 @@ def test_a_catalog_tells_prometheus_of_its_nodes_and_of_what_they_took_along(
 
 def test_forget_removes_a_node_for_good_and_its_datasets(memory: Path, tmp_path: Path, start: Start) -> None:
     catalog = start_catalog(start, tmp_path)
-    arguments = ("node", "--store", memory / "store", "--catalog", catalog.uri, "--beat", "0.5")
+    arguments = ("node", "--store", memory / "store", "--catalog", catalog.uri, "--heartbeat", "0.5")
     node = start(*arguments)
     put(catalog.uri, "d", table(1))
     alive = run("forget", node.uri, catalog.uri)
@@ -232,7 +232,7 @@ def test_a_stream_that_was_read_leaves_the_list_of_a_node_too(
 ) -> None:
     """Only the catalog of a server has streams. The nodes that belong to it, and their clients, get its list."""
     with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
-        node = start("node", "--store", memory / "store", "--catalog", server.catalog_uri, "--beat", "0.5")
+        node = start("node", "--store", memory / "store", "--catalog", server.catalog_uri, "--heartbeat", "0.5")
         server.publish("stream", table(2).to_reader(), live=live)
         put(node.uri, "stored", table(1))
         with dis.connect(node.uri) as client:

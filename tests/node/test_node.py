@@ -198,7 +198,7 @@ def _tried(uri: str, name: str, data: pa.Table) -> bool:
     try:
         put(uri, name, data)
     except CatalogError as error:
-        if "what is left is being read" not in str(error):
+        if "the rest is being read" not in str(error):
             raise
         return False
     with dis.connect(uri) as client:
@@ -279,10 +279,10 @@ def test_sigterm_lets_readers_end_within_the_deadline(memory: Path, start: Start
 # Starting a node
 
 
-def test_whoever_needs_a_node_starts_one_and_all_get_the_same(memory: Path) -> None:
+def test_processes_that_need_a_node_start_one_and_share_it(memory: Path) -> None:
     store = memory / "store"
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: ensure(store, idle_exit=600, limit=64 * MIB), range(3)))
+        found = list(pool.map(lambda _: ensure(store, idle_exit=600, options=[f"--limit={64 * MIB}"]), range(3)))
     address = found[0]
     try:
         assert found == [address] * 3
@@ -390,7 +390,7 @@ def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(
     listen = f"grpc://127.0.0.1:{free_port()}"
     catalog_arguments = ("catalog", "--db", tmp_path / "db", "--listen", listen, "--retain", "0.001")
     catalog = start(*catalog_arguments)
-    a, b = (start("node", "--store", memory / n, "--catalog", listen, "--beat", "1") for n in "ab")
+    a, b = (start("node", "--store", memory / n, "--catalog", listen, "--heartbeat", "1") for n in "ab")
     with dis.connect(listen) as client:
         client.commit(commit_of("d", [write(a.uri, "old", 0)], SCHEMA, key="old"))
     parts = [write(a.uri, "1", 1), write(b.uri, "2", 2)]
@@ -421,7 +421,7 @@ def test_a_commit_that_stood_half_way_can_come_again_with_other_segments(
     listen = f"grpc://127.0.0.1:{free_port()}"
     catalog_arguments = ("catalog", "--db", tmp_path / "db", "--listen", listen)
     catalog = start(*catalog_arguments)
-    a, b = (start("node", "--store", memory / n, "--catalog", listen, "--beat", "1") for n in "ab")
+    a, b = (start("node", "--store", memory / n, "--catalog", listen, "--heartbeat", "1") for n in "ab")
 
     def commit(parts: list[StagedSegment]) -> None:
         with dis.connect(listen) as client:
@@ -442,7 +442,7 @@ def test_a_commit_that_stood_half_way_can_come_again_with_other_segments(
 
 def test_nodes_that_are_killed_are_marked_and_come_back(memory: Path, tmp_path: Path, start: Start) -> None:
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
-    arguments = ("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "1")
+    arguments = ("node", "--store", memory / "a", "--catalog", catalog.uri, "--heartbeat", "1")
     node = start(*arguments)
     put(catalog.uri, "d", table(1, 2))
     node.kill()
@@ -460,7 +460,7 @@ def test_a_commit_with_a_node_that_is_stopped_fails_soon_and_holds_up_no_other(
 ) -> None:
     """The kernel accepts connections for a stopped process, so without a check it is waited for until the deadline."""
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
-    a, b = (start("node", "--store", memory / n, "--catalog", catalog.uri, "--beat", "0.5") for n in "ab")
+    a, b = (start("node", "--store", memory / n, "--catalog", catalog.uri, "--heartbeat", "0.5") for n in "ab")
     commits = [commit_of(name, [write(node.uri, "1", 1)], SCHEMA, key=name) for name, node in (("a", a), ("b", b))]
     with dis.connect(catalog.uri, timeout=15) as client:
         b.signal(signal.SIGSTOP)
@@ -477,7 +477,7 @@ def test_a_commit_with_a_node_that_is_stopped_fails_soon_and_holds_up_no_other(
 def test_a_catalog_that_lost_its_database_learns_from_the_nodes(memory: Path, tmp_path: Path, start: Start) -> None:
     listen = f"grpc://127.0.0.1:{free_port()}"
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", listen)
-    start("node", "--store", memory / "a", "--catalog", listen, "--beat", "1")
+    start("node", "--store", memory / "a", "--catalog", listen, "--heartbeat", "1")
     put(listen, "d", table(1, 2))
     put(listen, "d", table(1, 2, 3))
     manifests = memory / "a" / "segments"

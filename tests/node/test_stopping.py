@@ -142,7 +142,7 @@ def test_a_server_waits_for_who_holds_memory_that_would_be_used_again(live: bool
     assert static == whole
 
 
-def test_who_has_left_is_waited_for_no_more(node: Process) -> None:
+def test_nothing_waits_for_a_client_that_has_left(node: Process) -> None:
     put(node.uri, "big", numbers(BIG))
     slow = [spawn(SLOW, node.uri, "big") for _ in range(2)]
     node.signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Version numbers: each keeps its meaning for ever, while nodes and catalogs are killed, restarted, lost and moved."""
+"""Version numbers: each keeps its meaning forever, while nodes and catalogs are killed, restarted, lost and moved."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_numbers_go_on_after_a_catalog_has_lost_its_database(cluster: Cluster) -
         put(node.uri, "d", table(number))
     put(node.uri, "dropped", table(1))
     cluster.tell()
-    cluster.catalog.drop("dropped")
+    cluster.catalog.catalog.drop("dropped")
     cluster.tell()
     before = version(cluster.uri, "d")
     cluster.lose_catalog()

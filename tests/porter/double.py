@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,10 @@ PATIENCE = 20.0  # seconds
 
 class Aborted(Exception):
     """The error of a peer that gave up, with its reason."""
+
+
+class Broken(Exception):
+    """The name of the rule that the peer has broken."""
 
 
 class Frame(NamedTuple):
@@ -346,9 +351,9 @@ def address_list(pairs: Sequence[tuple[int, int]]) -> bytes:
 
 
 class Server:
-    """A server that answers each request for `ticket` with `answer`, and every other request with an ABORT."""
+    """A server that answers each request for `ticket` with `answer`, one client after the other."""
 
-    WANT, FREE = 11, 13
+    WANT, FREE, PACKED = 11, 13, 1 << 63 | 15
 
     def __init__(self, scheme: str, path: str, ticket: bytes, answer: Callable[[Server, Wire], None]) -> None:
         if scheme == "shm":
@@ -360,6 +365,8 @@ class Server:
             path = f"127.0.0.1:{self._listening.getsockname()[1]}"
         self.uri = f"{scheme}://{path}?want_data={self.WANT}&free_data={self.FREE}"
         self._ticket, self._answer = ticket, answer
+        self.is_packed = False  # whether the client has requested packed bodies
+        self.held: Counter[int] = Counter()  # what the client of this connection still has to free
         self.leased: list[int] = []
         self.freed: list[int] = []
         self.failures: list[BaseException] = []
@@ -368,7 +375,9 @@ class Server:
 
     def lease(self, pairs: Sequence[tuple[int, int]]) -> bytes:
         """Return an address list, and record the addresses as leased."""
-        self.leased += (address for address, size in pairs if size)
+        addresses = [address for address, size in pairs if size]
+        self.leased += addresses
+        self.held.update(addresses)
         return address_list(pairs)
 
     def _run(self) -> None:
@@ -379,22 +388,54 @@ class Server:
                 return
             try:
                 self._serve(wire)
+            except Broken as broken:
+                wire.send(encode(ABORT, f"the client breaks {broken}\0005".encode()))
+            except (Aborted, ConnectionError):
+                pass  # the client may go at any time
             except BaseException as error:
                 self.failures.append(error)
             finally:
                 wire.close()
 
     def _serve(self, wire: Wire) -> None:
+        self.held.clear()
         request = wire.receive()
-        assert request is not None
-        assert (request.kind, request.tag) == (TAGGED, self.WANT)
-        if request.payload != self._ticket:
-            wire.send(encode(ABORT, b"there is no such ticket"))
+        if request is None:
             return
+        if request.kind != TAGGED:
+            raise Broken("client-frames")
+        if request.tag not in (self.WANT, self.PACKED):
+            raise Broken("client-tags")
+        if request.payload != self._ticket:
+            self.refuse(wire)
+            return
+        self.is_packed = request.tag == self.PACKED
         self._answer(self, wire)
-        while len(self.freed) < len(self.leased) and (frame := wire.receive()) is not None:
-            assert (frame.kind, frame.tag) == (TAGGED, self.FREE)
-            self.freed += struct.unpack(f"<{len(frame.payload) // 8}Q", frame.payload)
+        self.collect(wire)
+
+    def refuse(self, wire: Wire) -> None:
+        """Answer a client whose ticket is unknown."""
+        wire.send(encode(ABORT, b"there is no such ticket\00027"))
+
+    def collect(self, wire: Wire) -> None:
+        """Receive frees until the client holds nothing, or is gone."""
+        while self.held and (frame := wire.receive()) is not None:
+            if frame.kind != TAGGED:
+                raise Broken("client-frames")
+            if frame.tag != self.FREE:
+                raise Broken("client-tags")
+            if not frame.payload or len(frame.payload) % 8:
+                raise Broken("free-length")
+            for (address,) in struct.iter_unpack("<Q", frame.payload):
+                self.free(address)
+
+    def free(self, address: int) -> None:
+        """Take an address back."""
+        if not self.held[address]:
+            raise Broken("free-leased")
+        self.held[address] -= 1
+        self.held += Counter()  # without those that are not held any more
+        self.freed.append(address)
 
     def close(self) -> None:
         self._listening.shutdown(socket.SHUT_RDWR)

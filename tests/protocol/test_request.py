@@ -32,7 +32,7 @@ def test_columns_are_found_in_the_order_of_the_schema(selection: Selection, indi
     assert selection.indices(NAMES) == indices
 
 
-def test_what_is_not_there_is_named_beside_what_is() -> None:
+def test_an_error_names_the_missing_and_the_existing_columns() -> None:
     with pytest.raises(ColumnNotFound, match="there is no column 'x'; there are a, b, a, ü"):
         Selection(columns=("a", "x")).indices(NAMES)
     with pytest.raises(OptionError, match="field 4 does not exist: the schema has 4"):
@@ -126,7 +126,7 @@ HEAD = b"DISSREQ\x01\x01\x00\x00\x00t"
         b"[" * 50_000,
     ],
 )
-def test_what_is_no_selection_is_refused(rest: bytes) -> None:
+def test_an_invalid_selection_is_refused(rest: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="structured request that cannot be read"):
         Request.parse(HEAD + rest)
 
@@ -136,7 +136,7 @@ def test_other_members_stand_beside_a_selection() -> None:
     asked = HEAD + b'{"columns": ["n"], "streams": "metadata", "keep": true}'
     assert Request.parse(asked) == Request(b"t", Selection(("n",)), Streams.METADATA, keep=True)
     assert Request.parse(HEAD + b'{"streams": "bodies", "keep": false}') == Request(b"t", streams=Streams.BODIES)
-    assert Request.parse(HEAD + b'{"ahead": true, "part": "p"}') == Request(b"t", ahead=True, part="p")
+    assert Request.parse(HEAD + b'{"ahead": true, "part": "p"}') == Request(b"t", reads_others_first=True, part="p")
     assert with_members(b"t", keep=True) == HEAD + b'{"keep": true}'
     assert with_members(HEAD + b'{"columns": ["n"]}', keep=True) == HEAD + b'{"columns": ["n"], "keep": true}'
     assert with_members(bytes(MAX_IDENTIFIER), keep=True) == bytes(MAX_IDENTIFIER)

@@ -13,7 +13,7 @@ from dissociated.errors import RemoteProtocolError
 from dissociated.protocol.delivery import Delivered, Delivery, PackedBatches, SharedBatches
 from dissociated.protocol.message import Run
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.run import recognise
+from dissociated.protocol.run import recognize
 
 BASE = 1 << 40  # start of the region with shared bodies
 
@@ -91,8 +91,8 @@ def one_by_one(run: Run, first: int = 1) -> list[Delivery]:
     return delivered
 
 
-def same(recognised: list[Delivery], received: list[Delivery]) -> bool:
-    return [(d.sequence, d.header, _body(d)) for d in recognised] == [
+def same(recognized: list[Delivery], received: list[Delivery]) -> bool:
+    return [(d.sequence, d.header, _body(d)) for d in recognized] == [
         (d.sequence, d.header, _body(d)) for d in received
     ]
 
@@ -104,7 +104,7 @@ def _body(delivery: Delivery) -> object:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.sampled_from([1, 77, 2**32 - 3, 2**32]))
 def test_a_run_of_shared_bodies_means_what_its_messages_mean(rows: list[int], first: int) -> None:
     run = shared_run(rows, first)
-    batches = recognise(run, first)
+    batches = recognize(run, first)
     assert isinstance(batches, SharedBatches)
     assert same(list(batches.expand()), one_by_one(run, first))
     # Every sent address is leased, in order: two for each batch.
@@ -116,7 +116,7 @@ def test_a_run_of_shared_bodies_means_what_its_messages_mean(rows: list[int], fi
 @given(st.integers(1, 40), st.integers(1, 20))
 def test_a_run_of_packed_bodies_means_what_its_messages_mean(rows: int, count: int) -> None:
     run = packed_run(rows, count)
-    batches = recognise(run, 1)
+    batches = recognize(run, 1)
     assert isinstance(batches, PackedBatches)
     assert same(list(batches.expand()), one_by_one(run))
 
@@ -130,13 +130,13 @@ def test_nothing_is_recognised_that_would_be_refused_or_mean_something_else(data
         at = data.draw(st.integers(0, len(piece) - 1))
         piece[at] = data.draw(st.integers(0, 255))
     run = as_run(4, *map(bytes, pieces))
-    batches = recognise(run, 1)
+    batches = recognize(run, 1)
     if batches is None:
         return
     try:
         received = one_by_one(run)
     except RemoteProtocolError as error:
-        raise AssertionError(f"recognised, but one by one: {error}") from error
+        raise AssertionError(f"recognized, but one by one: {error}") from error
     assert same(list(batches.expand()), received)
 
 
@@ -218,8 +218,8 @@ def test_messages_that_come_together_may_come_in_any_order() -> None:
 
 
 def test_only_the_number_that_is_due_is_recognised() -> None:
-    assert recognise(shared_run([4] * 3, first=5), 4) is None
-    assert recognise(packed_run(4, 3, first=5), 6) is None
+    assert recognize(shared_run([4] * 3, first=5), 4) is None
+    assert recognize(packed_run(4, 3, first=5), 6) is None
 
 
 def test_different_layouts_are_not_alike() -> None:
@@ -228,7 +228,7 @@ def test_different_layouts_are_not_alike() -> None:
     shared = shared_run([9, 9])
     # Null counts may differ within one layout, so the address list decides here.
     swapped = bytes(shared.untagged[: shared.untagged_size + 5]) + nullable
-    assert recognise(as_run(2, swapped, bytes(shared.tags), bytes(shared.tagged)), 1) is None
+    assert recognize(as_run(2, swapped, bytes(shared.tags), bytes(shared.tagged)), 1) is None
 
 
 @pytest.mark.parametrize("at", [8, 24])  # number of buffers; length of an absent buffer
@@ -236,14 +236,14 @@ def test_a_list_that_disagrees_is_not_recognised(at: int) -> None:
     run = shared_run([6, 6])
     tagged = bytearray(run.tagged)
     tagged[at] ^= 1
-    assert recognise(as_run(2, bytes(run.untagged), bytes(run.tags), bytes(tagged)), 1) is None
+    assert recognize(as_run(2, bytes(run.untagged), bytes(run.tags), bytes(tagged)), 1) is None
 
 
 def test_a_scattered_body_is_not_recognised() -> None:
     run = shared_run([6, 6])
     tagged = bytearray(run.tagged)
     struct.pack_into("<Q", tagged, 16 + 3 * 16, BASE + 8 * 6 + 64)  # the last buffer lies 64 bytes further
-    assert recognise(as_run(2, bytes(run.untagged), bytes(run.tags), bytes(tagged)), 1) is None
+    assert recognize(as_run(2, bytes(run.untagged), bytes(run.tags), bytes(tagged)), 1) is None
 
 
 def test_an_address_before_its_offset_does_not_wrap_around() -> None:
@@ -257,7 +257,7 @@ def test_an_address_before_its_offset_does_not_wrap_around() -> None:
         length = untagged.index(struct.pack("<Q", 96), row * run.untagged_size)
         struct.pack_into("<Q", untagged, length, 160)
         struct.pack_into("<10Q", tagged, row * run.tagged_size, 96, 4, 0, 0, 8, 48, 0, 0, 56, 48)
-    assert recognise(as_run(2, bytes(untagged), bytes(run.tags), bytes(tagged)), 1) is None
+    assert recognize(as_run(2, bytes(untagged), bytes(run.tags), bytes(tagged)), 1) is None
 
 
 def test_what_tells_how_to_read_a_header_must_not_vary() -> None:
@@ -267,7 +267,7 @@ def test_what_tells_how_to_read_a_header_must_not_vary() -> None:
     nodes = header.index(struct.pack("<IQQQQ", 2, 6, 0, 6, 0))  # two columns of six rows without nulls
     for row in range(2):
         struct.pack_into("<I", untagged, row * run.untagged_size + 5 + nodes, 200)  # would span everything that follows
-    assert recognise(as_run(2, bytes(untagged), bytes(run.tags), bytes(run.tagged)), 1) is None
+    assert recognize(as_run(2, bytes(untagged), bytes(run.tags), bytes(run.tagged)), 1) is None
 
 
 def test_a_message_that_has_to_wait_does_not_keep_its_run() -> None:

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.errors import FormatError, OptionError
+from dissociated.catalog.database import Database
+from dissociated.errors import CatalogError, FormatError, OptionError
 from dissociated.uri import Uri
 from support.helpers import (
     PATIENCE,
@@ -329,6 +330,67 @@ def test_a_writer_has_options(serve: Serve, fields: dict[str, Any]) -> None:
 def shared(name: str) -> list[int]:
     """Return the descriptors of memfds of this name."""
     return [number for number, target in descriptors().items() if target == f"/memfd:dissociated:{name} (deleted)"]
+
+
+@pytest.mark.parametrize(("is_made", "rows"), [(False, [0]), (True, [1])])
+def test_a_publication_that_ctrl_c_interrupts_is_made_or_not_made(
+    monkeypatch: pytest.MonkeyPatch, is_made: bool, rows: list[int]
+) -> None:
+    """The catalog lists what the server serves under the name, whether Ctrl-C comes before or after the transaction."""
+    publish = Database.publish
+
+    def interrupted(*arguments: Any) -> int:
+        if is_made:
+            publish(*arguments)
+        raise KeyboardInterrupt
+
+    with dis.Server(["tcp:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("data", pa.table({"n": [0]}))
+        monkeypatch.setattr(Database, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            server.publish("data", pa.table({"n": [1]}))
+        assert server.names() == [info.name for info in client.list()] == ["data"]
+        for table in (read(server), client.read("data", transport="tcp").read_all()):
+            assert table["n"].to_pylist() == rows
+
+
+def test_a_dataset_that_expires_while_its_replacement_fails_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with dis.Server(["tcp:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("data", TABLE, ttl=0.3)
+        location, ticket = server.locations("data")[0], server.ticket("data")
+
+        def has_gone() -> bool:
+            with suppress(dis.DatasetNotFound), dis.open_stream(location, ticket):
+                return False
+            return True
+
+        def failing(*arguments: Any) -> int:
+            wait_until(has_gone, "its time is over")
+            raise CatalogError("the disk is full")
+
+        monkeypatch.setattr(Database, "publish", failing)
+        with pytest.raises(CatalogError, match="the disk is full"):
+            server.publish("data", TABLE)
+        assert server.names() == [info.name for info in client.list()] == []
+
+
+def test_a_dataset_keeps_its_name_while_a_put_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with dis.Server(["tcp:", "shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("data", TABLE)
+
+        def failing(*arguments: Any) -> int:
+            raise CatalogError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Database, "publish", failing)
+            with pytest.raises(CatalogError, match="the disk is full"):
+                client.put("data", TABLE.slice(1))
+        assert server.names() == ["data"]
+        assert client.read("data").read_all() == read(server) == TABLE
+        server.drop("data")
+        assert server.names() == [info.name for info in client.list()] == []
 
 
 @pytest.mark.parametrize("live", [None, dis.Live()], ids=["table", "live"])

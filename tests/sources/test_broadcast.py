@@ -230,7 +230,7 @@ def test_each_consumer_chooses_its_columns(serve: Serve, scheme: str) -> None:
         open_live(server, scheme, columns=["x"])
 
 
-def test_what_one_has_freed_another_still_reads(serve: Serve) -> None:
+def test_memory_that_one_client_freed_stays_readable_for_another(serve: Serve) -> None:
     server = serve("shm:")
     server.publish("live", reader(map(batch, range(3))), live=dis.Live(consumers=2))
     one, other = open_live(server, "shm"), open_live(server, "shm")
@@ -251,10 +251,11 @@ def test_what_one_has_freed_another_still_reads(serve: Serve) -> None:
 def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(serve: Serve, end: str) -> None:
     server = serve(*MEDIA)
     with Fed() as fed:
-        server.publish("live", fed.reader(), live=dis.Live(consumers=3))
+        server.publish("live", fed.reader(), live=dis.Live(consumers=4))
+        here = server.dataset("live").open_reader()
         readers = [open_live(server, scheme) for scheme in ("shm", "tcp", "inproc")]
         fed.put(batch(0))
-        held = [one.read_next_batch() for one in readers]
+        held = [one.read_next_batch() for one in (here, *readers)]
         if end == "fails":
             fed.put(ValueError("the sensor is on fire"))
         elif end == "dropped":
@@ -271,17 +272,20 @@ def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(serve:
             elif end != "closed":
                 assert "'live' was dropped by whoever published it" in str(caught.value)
             del caught
+        reason = {"fails": "says more", "closed": "the server of the live stream 'live' is closing"}.get(end, "dropped")
+        with pytest.raises(dis.errors.DissociatedError, match=reason):
+            here.read_next_batch()
         # Other streams may take the memory.
         if end == "replaced":
             assert open_live(server, "shm").read_all().num_rows == ROWS
-        assert held == [batch(0)] * 3
+        assert held == [batch(0)] * 4
         if end == "fails":
             assert shared_bytes("live") > 0  # a consumer still holds it
             with pytest.raises(dis.errors.RemoteError, match="says more"):
                 open_live(server, "shm")
         if end == "replaced":
             server.drop("live")
-        del readers, one, held
+        del readers, one, held, here
         assert connections_left(server) == 0
         clients_end()
         assert shared_bytes("live") == 0
@@ -386,6 +390,23 @@ def test_options_that_make_no_sense(arguments: dict[str, Any]) -> None:
         dis.Live(**arguments)
 
 
-def test_what_is_no_stream_cannot_be_published_live(serve: Serve) -> None:
-    with pytest.raises(dis.errors.SourceError, match="cannot publish a str"):
-        serve("shm:").publish("live", "a path", live=dis.Live())
+def test_a_source_that_is_no_stream_cannot_be_published_live(serve: Serve) -> None:
+    server = serve("shm:")
+    for source in ("a path", b"bytes", pa.Tensor.from_numpy(np.arange(3))):
+        with pytest.raises(dis.errors.SourceError, match=r"cannot publish a .*, or, without live= and .* the path"):
+            server.publish("live", source, live=dis.Live())
+
+
+@pytest.mark.parametrize("live", [None, dis.Live()])
+def test_a_schema_is_that_of_an_iterator_or_a_list(serve: Serve, live: dis.Live | None) -> None:
+    server = serve("tcp:")
+    for source, rows in ((iter([]), 0), ([], 0), ([batch(0)], ROWS), (lambda: [batch(0), batch(1)], 2 * ROWS)):
+        server.publish("live", source, schema=SCHEMA, live=live)
+        table = open_live(server, "tcp").read_all()
+        assert (table.schema, table.num_rows) == (SCHEMA, rows)
+    other = pa.schema([("m", pa.int64())])
+    for source in (batch(0), reader(iter([batch(0)]))):
+        with pytest.raises(dis.errors.OptionError, match="has its own schema"):
+            server.publish("live", source, schema=SCHEMA, live=live)
+    with pytest.raises(dis.errors.SourceError, match="there is no column 'm'"):
+        server.publish("live", lambda: reader(iter([batch(0)])), schema=other, live=live)

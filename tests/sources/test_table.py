@@ -41,13 +41,13 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let about three batches be copied at once, and copy every Table ahead, however small."""
     for module in (copying, encoding, table):
         monkeypatch.setattr(module, "STEP", 6000)
-    monkeypatch.setattr(table, "MIN_AHEAD", 0)
+    monkeypatch.setattr(table, "MIN_EARLY_COPY", 0)
 
 
 @pytest.fixture
 def on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing be copied before a client requests it."""
-    monkeypatch.setattr(table, "MIN_AHEAD", 1 << 40)
+    monkeypatch.setattr(table, "MIN_EARLY_COPY", 1 << 40)
 
 
 def memfds(name: str) -> int:
@@ -132,7 +132,7 @@ def check_read(reader: pa.RecordBatchReader) -> None:
 def test_what_is_read_while_it_is_copied_is_the_table(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    monkeypatch.setattr(table, "MIN_AHEAD", ahead)
+    monkeypatch.setattr(table, "MIN_EARLY_COPY", ahead)
     server = serve("shm:", "tcp://127.0.0.1:0")
     for _ in range(5):
         server.publish("t", TABLE)
@@ -229,7 +229,7 @@ def test_a_copy_ahead_that_fails_is_made_when_it_is_asked_for(serve: Serve, capl
 
 
 @pytest.mark.usefixtures("on_demand")
-def test_who_has_pages_of_a_copy_pinned_keeps_nobody_from_reading(serve: Serve) -> None:
+def test_pinned_pages_of_a_copy_keep_no_client_from_reading(serve: Serve) -> None:
     """Such memory cannot be sealed."""
     server = serve("shm:")
     server.publish("t", TABLE)

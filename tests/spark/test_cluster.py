@@ -77,7 +77,7 @@ def environment(java: str, python: Path, home: Path, host: str = "") -> dict[str
         "PYSPARK_PYTHON": str(python),
         "PYTHONPATH": os.pathsep.join(map(str, (Path(dis.__file__).parents[1], Path(__file__).parent))),
         MARK: str(os.getpid()),
-        "DISSOCIATED_NODE": f"--store {store(home, host)} --beat 1 {where}",
+        "DISSOCIATED_NODE": f"--store {store(home, host)} --heartbeat 1 {where}",
         **named,
     }
 

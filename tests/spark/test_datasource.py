@@ -208,7 +208,7 @@ def test_a_dataset_that_never_was_is_not_there(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"catalog": "grpc://127.0.0.1:1"}, "say where the dataset goes"),
+        ({"catalog": "grpc://127.0.0.1:1"}, r"name of the dataset is missing: .*\.save"),
         ({"catalog": "grpc://127.0.0.1:1", "path": "x"}, "127.0.0.1:1"),
         ({"catalog": "grpc://127.0.0.1:1", "path": "x", "tag": "a=b"}, "no option 'tag' for writing; there are .*tags"),
         ({"catalog": "grpc://127.0.0.1:1", "path": "x", "ttl": "soon"}, "ttl is a number of seconds"),
@@ -342,7 +342,7 @@ def test_a_guarded_catalog(spark: SparkSession, certified: Certificates, tmp_pat
     with dis.Server(
         ["shm:"], catalog="grpc+tls://127.0.0.1:0", authorize={"sesame": ("ali", "write")}, **certified.options
     ) as server:
-        with pytest.raises((PySparkException, DissociatedError), match="asks for a token"):
+        with pytest.raises((PySparkException, DissociatedError), match="requires a token"):
             write(spark.range(10), "numbers", server.catalog_uri, tls_roots=certified.roots)
         assert server.names() == []
         write(spark.range(10), "numbers", server.catalog_uri, tls_roots=certified.roots, token_file=str(token_file))

@@ -241,7 +241,7 @@ def read_all(
         messages.close()
 
 
-def test_who_breaks_the_protocol_is_told_so(spark: SparkSession, catalog: Catalog) -> None:
+def test_a_peer_that_breaks_the_protocol_gets_the_reason(spark: SparkSession, catalog: Catalog) -> None:
     for frames, message in BROKEN.values():
         sent = b"".join([encode(UNTAGGED, metadata(0, SCHEMA.header)), *frames])
         with serving(catalog, BATCH.schema, lambda wire, sent=sent: wire.send(sent)):  # type: ignore[misc]

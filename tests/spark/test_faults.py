@@ -131,7 +131,7 @@ def leaves_nothing(node: Node) -> None:
 def test_a_process_killed_at_any_call_has_written_everything_or_nothing(memory: Path, forks: None, write: str) -> None:
     # The node soon forgets the segments that a killed process has staged.
     with (
-        Node(Store(memory / "store", forgotten=5.0), ["shm:"], retain=0.0, heartbeat_interval=0.1) as node,
+        Node(Store(memory / "store", staging_timeout=5.0), ["shm:"], retain=0.0, heartbeat_interval=0.1) as node,
         dis.connect(node.uri) as client,
         Fork("-c", WRITERS, write, node.uri, stdin=PIPE, stdout=PIPE, env=child_environment()) as writers,
     ):

@@ -186,7 +186,7 @@ def test_what_is_not_certain_is_refused_with_the_column(condition: list[Any]) ->
     ],
     ids=repr,
 )
-def test_what_is_no_filter_is_refused(plain: Any) -> None:
+def test_an_invalid_filter_is_refused(plain: Any) -> None:
     with pytest.raises(OptionError, match=r"filter|is not a condition: give a column"):
         parsed(plain)
 

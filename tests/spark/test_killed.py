@@ -83,15 +83,15 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_query_goes_on(
     check, gate = tmp_path / "check", tmp_path / "gate"
     os.mkfifo(gate)
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", f"grpc://127.0.0.1:{free_port()}")
-    start("node", "--store", store, "--catalog", catalog.uri, "--beat", "1")
-    other = start("node", "--store", forgetful, "--forget", "2", "--beat", "0.1")
+    start("node", "--store", store, "--catalog", catalog.uri, "--heartbeat", "1")
+    other = start("node", "--store", forgetful, "--forget", "2", "--heartbeat", "0.1")
     put(catalog.uri, "in", range(50_000))
     seen: set[tuple[str, str]] = set()
 
     def written() -> bool:
         """Return whether both batch writes have had a whole segment and a half-written one.
 
-        The whole segment of the node with a short `forgotten` may be deleted by now.
+        The whole segment of the node with a short `staging_timeout` may be deleted by now.
         """
         seen.update((job, rest[:6]) for job, _, rest in (name.partition("-") for name in staged(forgetful)))
         return sorted(partition for _, partition in seen) == ["000000", "000000", "000001", "000001"]

@@ -40,7 +40,7 @@ POINTS = {"before its file": (0, "append"), "amid its file": (1, "overwrite"), "
 @pytest.fixture
 def node(memory: Path) -> Iterator[Node]:
     """Yield a node that soon forgets the segments that a killed process has staged."""
-    with Node(Store(memory / "store", forgotten=5.0), ["shm:"], retain=0.0, heartbeat_interval=0.1) as node:
+    with Node(Store(memory / "store", staging_timeout=5.0), ["shm:"], retain=0.0, heartbeat_interval=0.1) as node:
         yield node
 
 

@@ -373,7 +373,7 @@ def test_one_large_batch_is_cut_within(spark: SparkSession, server: dis.Server) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"catalog": "grpc://127.0.0.1:1"}, "say where the dataset is"),
+        ({"catalog": "grpc://127.0.0.1:1"}, r"name of the dataset is missing: .*\.load"),
         ({"catalog": "grpc://127.0.0.1:1", "path": "x"}, "127.0.0.1:1"),
     ],
 )
@@ -385,10 +385,10 @@ def test_wrong_options_are_told(spark: SparkSession, options: dict[str, str], me
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"columns": ""}, "option columns is names"),
-        ({"columns": "a,,b"}, "option columns is names"),
-        ({"columns": '["a"'}, "is none"),
-        ({"columns": "[1]"}, "option columns is names"),
+        ({"columns": ""}, "option columns is a list of names"),
+        ({"columns": "a,,b"}, "option columns is a list of names"),
+        ({"columns": '["a"'}, "is not valid JSON"),
+        ({"columns": "[1]"}, "option columns is a list of names"),
         ({"partitions": "0"}, "option partitions is a number from 1 on, not '0'"),
         ({"version": "latest"}, "option version is a number from 0 on, not 'latest'"),
         ({"filters": "n > 7"}, "option filters is not JSON"),
@@ -414,7 +414,7 @@ def test_a_guarded_catalog(spark: SparkSession, certified: Certificates, tmp_pat
     listen = ["shm:", "tls://127.0.0.1:0"]
     with dis.Server(listen, catalog="grpc+tls://127.0.0.1:0", authorize=["sesame"], **certified.options) as server:
         server.publish("data", TABLE)
-        with pytest.raises(PySparkException, match="asks for a token"):
+        with pytest.raises(PySparkException, match="requires a token"):
             read(spark, "data", server.catalog_uri, tls_roots=certified.roots)
         for transport in ("shm", "tls"):
             options = {"tls_roots": certified.roots, "token_file": str(token_file), "transport": transport}

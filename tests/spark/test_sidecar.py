@@ -99,7 +99,7 @@ def test_a_server_that_did_not_accept_the_jvm_in_time_is_not_asked_directly(tmp_
         plan = planned(sidecar, node)
         (partition,) = plan["partitions"]
         server = sidecar.open(plan["reader"], partition["partition"], direct=True)["server"]
-        sidecar.silent(server["host"], server["port"])
+        sidecar.unresponsive(server["host"], server["port"])
         stream = sidecar.open(plan["reader"], partition["partition"], direct=True)["stream"]
         assert [batch["rows"] for batch in sidecar.next(stream)["batches"]] == [EACH]
         sidecar.close(stream)
@@ -157,7 +157,7 @@ def test_what_the_pieces_of_a_batch_share_is_copied_once(node: Node, monkeypatch
     sidecar.close(stream)
 
 
-def test_who_closes_a_stream_does_not_wait_for_what_comes_next() -> None:
+def test_closing_a_stream_does_not_wait_for_its_next_message() -> None:
     more = threading.Event()
 
     def batches() -> Iterator[pa.RecordBatch]:

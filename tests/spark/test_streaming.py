@@ -171,7 +171,7 @@ def test_a_catalog_killed_before_the_commit_and_started_again(
         yield from batches
         gate.read_text()  # blocks until the gate is opened for writing
 
-    start("node", "--store", store, "--catalog", outer.uri, "--beat", "1")
+    start("node", "--store", store, "--catalog", outer.uri, "--heartbeat", "1")
     put(outer.uri, "in", range(50_000))
     df = stream(spark, outer.uri, "in").mapInArrow(gated, "id long")
     query = started(df, outer.uri, "out", tmp_path / "check")
@@ -340,10 +340,10 @@ def test_what_is_gone_is_told_to_the_driver_and_to_tasks(node: Node, reader: Dat
         next(reader.read(partition))
 
 
-def test_a_live_source_is_refused(server: dis.Server) -> None:
+def test_a_source_of_unknown_length_is_refused(server: dis.Server) -> None:
     server.publish("in", lambda: pa.table({"id": [1]}).to_reader())
     reader = DatasetStreamReader(DatasetRequest(CatalogConfig(server.catalog_uri), "in"), SCHEMA, StreamOptions(ALL))
-    with pytest.raises(CatalogError, match="not a live source"):
+    with pytest.raises(CatalogError, match="does not say how many rows"):
         reader.latestOffset(reader.initialOffset(), ALL)
     reader.stop()
 

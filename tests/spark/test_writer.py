@@ -190,7 +190,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, memory: Path) -> Iterator[Callable[
     def be(host: str) -> Path:
         stores.append(memory / host)
         monkeypatch.setenv("DISSOCIATED_HOST", host)
-        monkeypatch.setenv("DISSOCIATED_NODE", f"--store {memory / host} --beat 0.5")
+        monkeypatch.setenv("DISSOCIATED_NODE", f"--store {memory / host} --heartbeat 0.5")
         return memory / host
 
     yield be
@@ -304,7 +304,7 @@ def test_a_catalog_that_is_killed_is_waited_for_by_tasks_the_abort_and_the_commi
 ) -> None:
     arguments = ("catalog", "--db", memory / "db", "--listen", f"grpc://127.0.0.1:{free_port()}")
     catalog = start(*arguments)
-    start("node", "--store", on_host("one"), "--catalog", catalog.uri, "--beat", "0.5")
+    start("node", "--store", on_host("one"), "--catalog", catalog.uri, "--heartbeat", "0.5")
     writer, failed = writing(catalog.uri), writing(catalog.uri)
     message = run(writer, 1, 2)
     for doing in (
@@ -326,7 +326,7 @@ def test_segments_of_a_driver_that_died_are_forgotten(
     outer: str, run: Run, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = on_host("one")
-    monkeypatch.setenv("DISSOCIATED_NODE", f"--store {store} --beat 0.1 --forget 0.5")
+    monkeypatch.setenv("DISSOCIATED_NODE", f"--store {store} --heartbeat 0.1 --forget 0.5")
     writer = writing(outer)
     message = run(writer, 1)
     wait_until(lambda: staged(store / "staging") == [], "it is forgotten")
@@ -360,7 +360,7 @@ def test_a_guarded_catalog_has_guarded_nodes_which_tasks_start(
     place = on_host("one")
     guarded = CatalogConfig(catalog.uri, str(token), certified.roots)
     writer = DatasetWriter(WriteTarget(guarded, Commit("x")), SCHEMA)
-    with pytest.raises(StoreError, match=r"no node could be started for .* is not to be trusted"):
+    with pytest.raises(StoreError, match=r"no node could be started for .* is not trusted"):
         run(writer, 1)
     where = ["--listen", "shm:", "--listen", "tls://127.0.0.1:0", "--flight", "grpc+tls://127.0.0.1:0"]
     monkeypatch.setenv("DISSOCIATED_NODE", shlex.join(["--store", str(place), *where, *protection]))

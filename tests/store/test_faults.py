@@ -19,7 +19,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import CatalogError, DatasetNotFound, StoreError
 from dissociated.store.eviction import Policy
-from dissociated.store.store import FORGOTTEN, Store
+from dissociated.store.store import STAGING_TIMEOUT, Store
 from support.helpers import PATIENCE, case, commit_of, files_below, wait_until
 from support.injection import Fault, calls, clock_step
 from support.processes import Fork
@@ -36,7 +36,7 @@ def restarted(directory: Path, **options: Any) -> State:
     Nothing else may remain, except segments that can still be committed, until the node deletes them. No process may
     have anything open any more.
     """
-    with node(directory, forgotten=-1.0, **options) as again, dis.connect(again.uri) as client:
+    with node(directory, staging_timeout=-1.0, **options) as again, dis.connect(again.uri) as client:
         found = served(client)
         assert os.listdir(directory / "staging") == []
         for name in found:
@@ -120,9 +120,9 @@ def test_a_call_that_fails_while_room_is_made_loses_nothing_and_brings_nothing_b
 ) -> None:
     """Each put except the first two has to make room. Then one dataset is dropped."""
 
-    def store(directory: Path, forgotten: float = FORGOTTEN) -> Store:
+    def store(directory: Path, staging_timeout: float = STAGING_TIMEOUT) -> Store:
         disk = directory / "disk" if policy is Policy.SPILL else None
-        return Store(directory / "store", LIMIT, policy, disk, forgotten)
+        return Store(directory / "store", LIMIT, policy, disk, staging_timeout)
 
     def rows(store: Store) -> dict[str, int]:
         return {one.name: sum(segment.rows for segment in store.segments(one)) for one in store.versions()}

@@ -92,7 +92,7 @@ def test_a_store_removes_and_writes_over_nothing_that_it_did_not_make(memory: Pa
         (place / "staging" / "website" / "index.html").write_text("<html>")
         (place / "staging" / "letters.new").symlink_to(place / "trash")
     (home / "trash" / "large.txt").write_bytes(b"x" * (1 << 18))  # large enough to be recycled
-    with Store(home, policy=Policy.SPILL, spill=disk, forgotten=1e6) as store:
+    with Store(home, policy=Policy.SPILL, spill=disk, staging_timeout=1e6) as store:
         store.sweep()
         store.remove(*store.versions())
         put(store, "c")
@@ -134,7 +134,7 @@ def test_a_store_that_others_could_have_made_is_not_used(memory: Path) -> None:
         Store(store)
 
 
-def test_whoever_starts_a_node_truncates_nothing_through_a_link(memory: Path) -> None:
+def test_starting_a_node_truncates_nothing_through_a_link(memory: Path) -> None:
     store, letter = memory / "store", memory / "letter"
     with Store(store):
         pass

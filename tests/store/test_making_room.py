@@ -44,7 +44,7 @@ def names(store: Store) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", [Policy.EVICT, Policy.SPILL])
-def test_what_would_not_be_enough_is_left_alone(memory: Path, tmp_path: Path, policy: Policy) -> None:
+def test_nothing_is_evicted_if_that_would_not_make_enough_room(memory: Path, tmp_path: Path, policy: Policy) -> None:
     spill = tmp_path / "disk" if policy is Policy.SPILL else None
     with Store(memory / "store", 14 * MIB, policy, spill) as store:
         a, b, c = (put(store, name, 4) for name in "abc")
@@ -91,7 +91,7 @@ def test_what_clients_fetch_from_stays_where_it_is_unless_it_goes(memory: Path, 
 
 
 @pytest.mark.parametrize("medium", media(("ucx", "fabric")))
-def test_what_was_appended_to_goes_although_what_shares_its_segments_is_exposed(memory: Path, medium: str) -> None:
+def test_a_replaced_version_is_evicted_although_its_segments_are_exposed(memory: Path, medium: str) -> None:
     part = LARGE.slice(0, LARGE.num_rows // 4)
 
     def start(directory: Path) -> Node:
@@ -128,7 +128,7 @@ def test_a_segment_that_two_versions_have_comes_back_with_the_last_of_them(memor
         assert names(store) == ["b"]
 
 
-def test_what_is_found_again_is_what_there_was(memory: Path) -> None:
+def test_indexes_survive_commits_removals_and_a_restart(memory: Path) -> None:
     """The store's indexes by key, name and bytes survive commits and removals in any order, and a restart."""
     with Store(memory / "store") as store:
         for number in range(6):
@@ -273,9 +273,7 @@ def test_a_put_that_can_never_fit_removes_nothing(memory: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("policy", [Policy.EVICT, Policy.SPILL])
-def test_what_any_process_has_mapped_stays_where_it_would_not_come_back(
-    memory: Path, tmp_path: Path, policy: Policy
-) -> None:
+def test_a_version_that_a_process_has_mapped_is_not_evicted(memory: Path, tmp_path: Path, policy: Policy) -> None:
     """The kernel knows of readers of an ended node, of other programs, and of mappings by other names."""
     spill = tmp_path / "disk" if policy is Policy.SPILL else None
 
@@ -311,7 +309,7 @@ def test_what_any_process_has_mapped_stays_where_it_would_not_come_back(
     with node() as second, dis.connect(second.uri) as client:
         for hold in (read_before, read_by_hand, linked):
             with case(hold.__name__), hold():
-                with pytest.raises(CatalogError, match="or mapped by some process"):
+                with pytest.raises(CatalogError, match="is mapped by a process"):
                     client.put("c", LARGE)
                 assert [info.name for info in client.list()] == ["a", "b"]
                 assert second.store.usage().spilled == 0
@@ -324,7 +322,7 @@ def _is_put(client: dis.Client, name: str) -> bool:
     try:
         client.put(name, LARGE)
     except CatalogError as error:
-        if "what is left is being read" not in str(error):
+        if "the rest is being read" not in str(error):
             raise
         return False
     return True

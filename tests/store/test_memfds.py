@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def test_a_memfd_that_could_change_is_refused(memory: Path, seals: int) -> None:
         assert store.usage().total == 0
 
 
-def test_what_is_no_memfd_is_refused(memory: Path, tmp_path: Path) -> None:
+def test_a_descriptor_that_is_no_memfd_is_refused(memory: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with leaving_nothing(), Store(memory / "store") as store:
         read, write = os.pipe()
@@ -156,6 +157,28 @@ def test_the_same_memory_counts_once(memory: Path) -> None:
         assert store.usage().total == 0
 
 
+def test_memory_is_discarded_while_others_use_the_store(memory: Path) -> None:
+    interval = sys.getswitchinterval()
+
+    def discard_each(names: list[str]) -> None:
+        for name in names:
+            store.discard([name])
+
+    with Store(memory / "store") as store, leaving_nothing(), ThreadPoolExecutor(1) as pool:
+        sys.setswitchinterval(1e-5)  # seconds
+        try:
+            for _ in range(3):
+                names = [handed(store, table(number)) for number in range(200)]
+                discarding = pool.submit(discard_each, names)
+                while not discarding.done():
+                    store.usage()
+                discarding.result()
+                store.sweep()
+        finally:
+            sys.setswitchinterval(interval)
+        assert store.usage().total == 0
+
+
 def test_holes_count_for_what_they_take_when_they_are_read(memory: Path) -> None:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA) as writer:
@@ -201,8 +224,8 @@ def test_memfds_are_appended_where_they_lie_and_copied_where_they_meet_files(mem
 
 def test_what_is_handed_over_and_never_committed_is_forgotten_in_the_end(memory: Path) -> None:
     with leaving_nothing():
-        for forgotten, left in (60.0, 4096), (-1.0, 0):
-            with Store(memory / "store", forgotten=forgotten) as store:
+        for staging_timeout, left in (60.0, 4096), (-1.0, 0):
+            with Store(memory / "store", staging_timeout=staging_timeout) as store:
                 handed(store, table(1))
                 store.sweep()
                 assert store.usage().total == left
@@ -271,7 +294,7 @@ def test_what_was_handed_over_to_a_node_goes_when_it_is_dropped(memory: Path, st
 
 def test_a_node_of_a_catalog_takes_memory_too(memory: Path, tmp_path: Path, start: Start) -> None:
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
-    arguments = ("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "0.5")
+    arguments = ("node", "--store", memory / "a", "--catalog", catalog.uri, "--heartbeat", "0.5")
     node = start(*arguments)
     kill(spawn(PRODUCER, catalog.uri, "commit"))
     put(catalog.uri, "e", table(7))  # makes the node send another report
@@ -299,7 +322,7 @@ def test_handing_over_what_a_node_refuses_says_why(memory: Path, start: Start) -
         assert read(node.uri, "d") == [1, 2]
 
 
-def test_whoever_says_nothing_or_nonsense_at_the_socket_harms_nobody(memory: Path, start: Start) -> None:
+def test_silence_or_nonsense_at_the_socket_harms_no_other_client(memory: Path, start: Start) -> None:
     node = start("node", "--store", memory / "store")
     with dis.connect(node.uri) as client:
         path = client.stage().handover
@@ -379,7 +402,7 @@ def test_another_user_hands_nothing_over(memory: Path, start: Start) -> None:
     assert "PermissionError" in heard().stderr
     for closed in (path, *list(path.parents)[:3]):  # even if every user can reach the socket
         closed.chmod(0o777)
-    assert heard().stdout == '{"error": "this node takes nothing from user 65534"}\n'
+    assert heard().stdout == '{"error": "this node accepts no memory from user 65534"}\n'
 
 
 @pytest.mark.needs("root")

@@ -51,7 +51,7 @@ def test_what_was_never_published_uses_a_number_and_changes_nothing_else(memory:
     assert removed(memory) == {"d": (1, True)}
 
 
-def test_it_stays_when_the_process_was_killed_as_its_version_went(memory: Path) -> None:
+def test_a_number_survives_a_kill_during_the_removal(memory: Path) -> None:
     with Store(memory) as store:
         version = commit(store, "d", 2)
     (memory / "segments" / version.id).rename(memory / "staging" / f"{version.id}.gone")
@@ -61,7 +61,7 @@ def test_it_stays_when_the_process_was_killed_as_its_version_went(memory: Path) 
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_it_stays_when_it_cannot_be_recorded_and_nothing_else_fails(
+def test_a_version_stays_if_its_number_cannot_be_recorded(
     memory: Path, caplog: pytest.LogCaptureFixture, lost: bool
 ) -> None:
     with Store(memory, limit=MIB, policy=Policy.EVICT) as store:

@@ -182,7 +182,7 @@ def test_a_segment_closes_its_descriptor_when_nobody_uses_it(tmp_path: Path) -> 
     "content",
     [b"", b"no", b"a,b\n1,2\n", bytes(1000), b"\xff" * 1000, b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff\0\0\0\0"],
 )
-def test_what_is_no_ipc_stream_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_ipc_stream_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(StoreError, match=r"/file: "):
         Segment.open(tmp_path / "file")

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.control.access import security
 from dissociated.errors import DissociatedError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
@@ -52,11 +53,11 @@ def _round(directory: Path, medium: str, end: str, trusted: Certificates) -> boo
     """Return whether B was written over A before the reader had taken everything."""
     scheme, _, kind = medium.partition(", ")
     place = {"tcp": "tcp://127.0.0.1:0", "tls": "tls://127.0.0.1:0"}.get(scheme, f"{scheme}:")
-    options = trusted.options if scheme == "tls" else {}
+    access = security(**trusted.options) if scheme == "tls" else None
     rows, batches = (FEW_ROWS, 2) if medium == "shm, packed" else (ROWS, 3)
     a, b = numbers(0, rows, batches), numbers(10_000_000, rows, batches)
     with ExitStack() as nodes:
-        node = nodes.enter_context(Node(Store(directory), [place], retain=0.0, **options))
+        node = nodes.enter_context(Node(Store(directory), [place], retain=0.0, security=access))
         put(node.uri, "a", a)
         lay = inodes(directory)
         bodies = "any" if kind == "rma" or medium == "shm" else "packed"
@@ -81,7 +82,7 @@ def _round(directory: Path, medium: str, end: str, trusted: Certificates) -> boo
                 client.drop("a")
         if end == "restart":
             nodes.close()
-            node = nodes.enter_context(Node(Store(directory), [place], retain=0.0, **options))
+            node = nodes.enter_context(Node(Store(directory), [place], retain=0.0, security=access))
         put(node.uri, "b", b)
         written_over = bool(inodes(directory) & lay)
         try:

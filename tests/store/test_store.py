@@ -78,7 +78,7 @@ def files(directory: Path) -> list[str]:
 # Committed versions
 
 
-def test_what_is_committed_is_there_when_the_store_is_opened_again(memory: Path) -> None:
+def test_commits_survive_the_reopening_of_a_store(memory: Path) -> None:
     with leaving_nothing():
         with Store(memory) as store:
             names = [write(store, "a", 1, 2), write(store, "b", 3)]
@@ -242,7 +242,7 @@ def test_an_entry_that_is_damaged_or_foreign_is_set_aside_and_the_rest_is_served
         assert (store.versions(), store.set_aside) == ([good, other], ())
 
 
-def test_what_is_no_version_is_set_aside_with_the_reason(memory: Path) -> None:
+def test_an_invalid_version_is_set_aside_with_the_reason(memory: Path) -> None:
     with Store(memory) as store:
         good = put(store, "good", 1)
     written = memory / "segments" / good.id
@@ -465,7 +465,7 @@ def test_segments_that_nobody_commits_are_forgotten_in_the_end(memory: Path) -> 
         write(store, "a", 1)
         store.sweep()
         assert os.listdir(store.staging) == ["a"]
-    with Store(memory, forgotten=-1) as store:
+    with Store(memory, staging_timeout=-1) as store:
         assert os.listdir(store.staging) == []
 
 
@@ -561,7 +561,7 @@ def test_evict_removes_the_oldest_that_nobody_reads(memory: Path) -> None:
             store.commit(commit_of(name, [write_large(store, name, 5)], key=name))
         assert gone == ["b"]
         store.eviction.in_use = lambda version: True
-        with pytest.raises(StoreError, match="what is left is being read"):
+        with pytest.raises(StoreError, match="the rest is being read"):
             write_large(store, "d", 10)
         assert [version.name for version in store.versions()] == ["a", "c"]
         assert store.usage().total <= 14 * MIB

@@ -46,7 +46,7 @@ def in_time(what: object) -> None:
     assert not thread.is_alive(), "it waits for what may never come"
 
 
-def test_what_is_no_regular_file_is_refused_and_blocks_nothing(memory: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_regular_is_refused_and_blocks_nothing(memory: Path, tmp_path: Path) -> None:
     with Node(Store(memory / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
         put(node.uri, "d", table(1))
         staging = memory / "store" / "staging"
@@ -87,7 +87,7 @@ def test_a_stage_without_a_store_takes_regular_files_alone(memory: Path, tmp_pat
     stage.close()
 
 
-def test_those_who_say_nothing_hold_up_no_hand_over(memory: Path) -> None:
+def test_silent_writers_delay_no_hand_over(memory: Path) -> None:
     with Node(Store(memory / "store"), ["shm:"]) as node, dis.connect(node.uri) as client, ExitStack() as silent:
         for _ in range(100):
             one = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))

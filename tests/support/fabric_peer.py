@@ -53,7 +53,7 @@ class FabricPeer:
     """The other end of a connection, which sends anything and receives nothing. One thread may use it.
 
     Args:
-        endpoint: the endpoint of this end.
+        endpoint: The endpoint of this end.
         address: libfabric's number of the endpoint of the other end.
     """
 
@@ -97,7 +97,7 @@ class FabricServer:
     """A server of one client.
 
     Args:
-        where: a URI like those of listeners, which may name a provider.
+        where: A URI like those of listeners, which may name a provider.
     """
 
     def __init__(self, where: Uri) -> None:

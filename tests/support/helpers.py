@@ -24,6 +24,8 @@ import pyarrow as pa
 
 import dissociated as dis
 from dissociated.control.commit import StagedSegment
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint
 
 #: Deadline, in seconds, of everything that a test waits for. Only failing tests wait this long.
 PATIENCE = 20.0
@@ -41,6 +43,12 @@ def location(server: dis.Server, name: str, scheme: str, **options: Any) -> str:
 def open_live(server: dis.Server, scheme: str, **options: Any) -> pa.RecordBatchReader:
     """Read the dataset named "live"."""
     return dis.open_stream(location(server, "live", scheme), server.ticket("live"), timeout=PATIENCE, **options)
+
+
+def open_over_flight(client: dis.Client, ticket: bytes) -> pa.RecordBatchReader:
+    """Read the stream of a ticket over Flight, from the server of this client."""
+    endpoint = Endpoint(ticket, ())
+    return client.read_endpoint(DatasetInfo("", pa.schema([]), None, None, (endpoint,)), endpoint, transport="grpc")
 
 
 def commit_of(

@@ -83,13 +83,16 @@ def in_worker(*_):
 
 if __name__ == "__main__":
     if way == "ray":
+        import ray
         from ray.train import ScalingConfig
         from ray.train.torch import TorchTrainer
 
+        # Without "local", Ray waits for the cluster that it noted last, which may have gone.
+        ray.init("local", num_cpus=2, include_dashboard=False)
         TorchTrainer(in_worker, scaling_config=ScalingConfig(num_workers=2)).fit()
         sys.exit()
     client = dis.connect(uri)
-    batches = loader(client["data"], **OPTIONS)  # before the launcher has initialised torch.distributed
+    batches = loader(client["data"], **OPTIONS)  # before the launcher has initialized torch.distributed
     if way == "torchrun":
         rows(batches)
     elif way == "workers":

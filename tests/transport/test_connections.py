@@ -241,7 +241,7 @@ def test_runs_go_only_to_who_has_said_that_it_takes_them(listener: Listener) -> 
 
 
 @pytest.mark.parametrize("medium", media(["ucx", "fabric"]))
-def test_where_no_thread_is_to_be_had_for_what_is_under_way_the_connection_ends(ends: Ends) -> None:
+def test_a_connection_ends_if_no_thread_can_finish_its_sends(ends: Ends) -> None:
     with no_threads(), pytest.raises(TransportError, match=r"cannot start the thread .*: can't start new thread"):
         ends.server.send([Message(1, (bytes(1 << 24),))], PATIENCE)
     ends.server.close()
@@ -355,7 +355,7 @@ def test_interrupting_ends_a_send_in_another_thread(ends: Ends) -> None:
 
 # The transport inproc buffers nothing while it sends.
 @pytest.mark.parametrize("medium", media(one for one in MEDIA if one != "inproc"))
-def test_one_who_sends_and_does_not_receive_is_cut_off(ends: Ends) -> None:
+def test_a_client_that_sends_and_does_not_receive_is_cut_off(ends: Ends) -> None:
     """Send to a client that sends and never receives: its messages are buffered up to a limit."""
 
     def client() -> None:
@@ -371,7 +371,7 @@ def test_one_who_sends_and_does_not_receive_is_cut_off(ends: Ends) -> None:
             sending.result(PATIENCE)
 
 
-def test_one_who_stops_receiving_may_go_on_sending(ends: Ends) -> None:
+def test_a_peer_that_stops_receiving_may_continue_to_send(ends: Ends) -> None:
     ends.server.send([Message(None, (b"hello",))], PATIENCE)
     assert plain(receive(ends.client)) == (None, b"hello")
     ends.client.interrupt(sending=False)

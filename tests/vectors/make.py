@@ -561,6 +561,13 @@ def invalid() -> Iterable[Vector]:
         ),
         ("address-region", "An address in no region.", [region, *begun, body(1, changed(-2, BASE - 0x1000), 1)]),
         ("region-overlap", "Two regions that overlap.", [region, Shared(BASE + 8, region.content)]),
+        (
+            "region-overlap",
+            "Two regions that overlap, the first of which ends at 2**64.",
+            [Shared(2**64 - at, region.content) for at in (len(region.content), len(region.content) + 8)],
+        ),
+        ("region-base", "A region that begins at 0.", [Shared(0, region.content)]),
+        ("region-base", "A region that ends above 2**64.", [Shared((1 << 64) - 8, region.content)]),
         ("region-backing", "A region of backing 3.", [Shared(BASE, region.content, 3, made_as=SEALED)]),
         ("region-seals", "A file that is announced as a sealed memfd.", [Shared(BASE, region.content, made_as=FILE)]),
     ]

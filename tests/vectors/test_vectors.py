@@ -59,6 +59,7 @@ def test_our_client_reads_up_to_an_abort(name: str, scheme: str, tmp_path: Path)
         with pytest.raises(RemoteError) as caught:
             batches.extend(dis.open_stream(uri, vector.ticket, timeout=PATIENCE))
     assert caught.value.code == codes[vector.plain["abort"]]
+    assert caught.value.number == {"abort-unknown-code": 99999}.get(name, vector.plain["abort"])
     if (vector.folder / "stream.arrows").exists():
         assert pa.Table.from_batches(batches).equals(table_of(vector.read("stream.arrows")))
 

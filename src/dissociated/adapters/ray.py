@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -17,6 +17,7 @@ from dissociated.client.client import Client
 from dissociated.client.dataset import DatasetHandle
 from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
 from dissociated.client.put import was_published
+from dissociated.client.staging import staged_file
 from dissociated.codec.schemas import schema_difference
 from dissociated.control.commit import Commit, StagedSegment
 from dissociated.errors import DissociatedError, OptionError
@@ -201,10 +202,10 @@ class DatasetWrite:
         stage = stage_here(self.client.uri, self.client.with_uri)
         # A repeated task has a segment of its own.
         segment = f"{self.commit.key}-{task:06}-{secrets.token_hex(8)}.arrows"
-        with ExitStack() as stack:
-            reserve = stack.enter_context(self.client.with_uri(stage.flight)).reserve if stage.limited else None
-            path = stack.enter_context(stage.open()) / segment
-            writer = stack.enter_context(SegmentWriter(path, schema, reserve=reserve))
+        with (
+            staged_file(stage, segment, self.client.with_uri) as (path, reserve),
+            SegmentWriter(path, schema, reserve=reserve) as writer,
+        ):
             for table in chain([first], nonempty):
                 for batch in self._conform(table, schema).to_batches():
                     writer.write(batch)

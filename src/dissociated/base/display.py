@@ -53,7 +53,7 @@ def utc(seconds: float) -> str:
 
 def advise_name(name: str, names: Sequence[str], how: str) -> str:
     """Return advice for a name that is none of `names`: the closest of them, and how to list all."""
-    question = _did_you_mean(name, names)
+    question = _did_you_mean(name, [other for other in names if other != name])  # it may have been published meanwhile
     return f"{question} List the names with {how}" if question else f"list the names with {how}"
 
 
@@ -64,13 +64,13 @@ def missing_column(name: str, names: Sequence[str], purpose: str = "") -> str:
 
 def missing(noun: str, name: str, names: Sequence[str], purpose: str = "") -> str:
     """Return the message for a thing that is none of `names`: the closest of them, and all or the first."""
-    question = _did_you_mean(name, names)
+    question = _did_you_mean(name, [other for other in names if other != name])  # it may have been published meanwhile
     hint = f" ({question})" if question else ""
     return f"there is no {noun} {name!r}{purpose}{hint}; there are {first_names(names, _MAX_NAMES)}"
 
 
-def first_names(names: Sequence[str], most: int) -> str:
-    """Return the names as text: all, or the first and how many others there are."""
+def first_names(names: Sequence[str], most: int = 10) -> str:
+    """Return the names as text: all, or the first `most` and how many others there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f", and {plural(more, 'other')}" if more > 0 else "")
 

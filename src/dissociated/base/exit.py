@@ -101,7 +101,7 @@ def section(function: F) -> F:
 
 
 def hold_at_exit() -> None:
-    """Hold this thread for ever if the interpreter is exiting.
+    """Hold this thread forever if the interpreter is exiting.
 
     The thread that exits, and threads of this library, are not held.
     """

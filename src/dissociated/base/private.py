@@ -131,7 +131,7 @@ def claim_private_file(path: _Name, *, create: bool = False) -> None:
 
 def _find_file(path: _Name, within: int | None, close: bool) -> int:
     """Return a descriptor (O_PATH) of a checked file. `close` removes other users' rights."""
-    # Opening a FIFO could block for ever, and opening a device could have any effect.
+    # Opening a FIFO could block forever, and opening a device could have any effect.
     place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
     try:
         status = os.fstat(place)

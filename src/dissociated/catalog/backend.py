@@ -140,7 +140,7 @@ class Backend(ABC):
         """Return a stored version in a form that can be served. Raise SourceError if it cannot be read."""
         raise StoreError(f"{version.name!r} is not in a store")
 
-    def staged(self) -> list[str]:
+    def staged_names(self) -> list[str]:
         """Return the names of the segments in the directory, including segments that are still being written."""
         return []
 
@@ -224,7 +224,7 @@ class StageBackend(Backend):
             segments = [Segment.in_memory(commit.name, commit.schema.empty_table().to_reader())]
         return Prepared(secrets.token_hex(8), SegmentsDataset(commit.name, segments))
 
-    def staged(self) -> list[str]:
+    def staged_names(self) -> list[str]:
         return self._stage.names()
 
     def discard(self, names: Iterable[str]) -> None:

@@ -54,7 +54,7 @@ class Catalog(ABC):
         self.node = node
         self.holdings = holdings
         self.security = security
-        #: The time at which a writer last asked for the stage, as of time.monotonic.
+        #: The time at which a writer last requested the stage, by time.monotonic.
         self.stage_asked_at = -math.inf
         #: Whether this process holds nothing and will not come back when it ends.
         self.retiring = False
@@ -146,8 +146,10 @@ class Catalog(ABC):
     # Publishing
 
     @abstractmethod
-    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
-        """Record a dataset that this process has published and already serves.
+    def publish_dataset(self, dataset: Dataset, ttl: float | None = None) -> None:
+        """Serve a dataset of this process under its name, and list it.
+
+        If that fails, the dataset that had the name is still served and listed.
 
         Args:
             dataset: The dataset.
@@ -155,6 +157,7 @@ class Catalog(ABC):
 
         Raises:
             CatalogError: This process is a node, and only its upstream catalog may publish.
+            DissociatedError: Another dataset has the same ticket, or the server is closed.
         """
 
     @abstractmethod
@@ -218,7 +221,7 @@ class Catalog(ABC):
         """Make segments on this node ready to be published by another catalog."""
         commit = Commit.parse({**body, "append": False})  # The catalog itself appends this part to the earlier parts.
         prepared = self._backend.prepare(commit, whole=False)
-        self.holdings.serve(prepared)
+        self._registry.serve(prepared.id, prepared.dataset)
         return {
             "part": self.holdings.describe_part(prepared).to_json(),
             "schema": schemas.to_base64(prepared.dataset.schema),
@@ -255,11 +258,11 @@ class Catalog(ABC):
         Args:
             resolved: The keys of resolved commits. If omitted, the catalog is asked for them.
         """
-        staged = [name for name in self._backend.staged() if "-" in name]
-        keys = sorted({_commit_key_of(name) for name in staged})
+        names = [name for name in self._backend.staged_names() if "-" in name]
+        keys = sorted({_commit_key_of(name) for name in names})
         if keys and resolved is None:
             resolved = self.resolved_commits(keys)
-        self._backend.discard(name for name in staged if _commit_key_of(name) in (resolved or ()))
+        self._backend.discard(name for name in names if _commit_key_of(name) in (resolved or ()))
 
     def _clean_up(self, *steps: Callable[[], object]) -> None:
         """Run the steps that follow a publication, drop or abort.
@@ -304,7 +307,7 @@ class Catalog(ABC):
         for version in self._backend.store.versions():
             try:
                 prepared = self._backend.load_version(version)
-                self.holdings.serve(prepared)
+                self._registry.serve(prepared.id, prepared.dataset)
                 self._restore(version, prepared)
             except DissociatedError as error:
                 _log.error(

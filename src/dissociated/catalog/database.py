@@ -15,6 +15,7 @@ from typing import Any
 
 from dissociated.catalog.tables import Tables
 from dissociated.catalog.versions import Versions
+from dissociated.control.access import UNKNOWN_TICKET
 from dissociated.control.commit import Commit
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.errors import CatalogError, DatasetNotFound
@@ -24,7 +25,7 @@ from dissociated.store.numbers import Removal
 #: The number of seconds after which a prepared part is released if its commit never came.
 PREPARE_TIMEOUT = 600.0
 FOREVER = 1e18
-_MAX_NAMES = 10  # of unreadable datasets that are told
+_MAX_NAMES = 10  # of unreadable datasets that are listed
 
 
 class Database:
@@ -55,7 +56,7 @@ class Database:
 
     @property
     def changes(self) -> int:
-        """A number that grows with every change. A result is up to date as long as this is as it was before."""
+        """A number that grows with every change. A result is valid for as long as the number is the same."""
         return self._tables.changes
 
     def close(self) -> None:
@@ -213,7 +214,7 @@ class Database:
             return bool(self._tables.all(sql, node))
 
     def unreadable(self) -> tuple[int, tuple[str, ...]]:
-        """Return the number of parts of current versions that no live node holds, and names of their datasets."""
+        """Return the number of parts of current versions whose nodes are all away, and names of their datasets."""
         with self._transaction() as versions:
             rows = self._tables.all(
                 "SELECT versions.name AS name FROM versions JOIN version_parts ON version = versions.id"
@@ -376,7 +377,7 @@ class Database:
         with self._transaction() as versions:
             if not self._tables.all("SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL", name):
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
-            versions.remove("dropped", "it was asked for", "name = ?", name)
+            versions.remove("dropped", "by request", "name = ?", name)
 
     def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[Version]:
         """Return the datasets whose names begin with `prefix` and that have all of `tags`, sorted by name."""
@@ -439,9 +440,7 @@ class Database:
                 ticket,
             )
             if not rows:
-                raise DatasetNotFound(
-                    "no dataset has this ticket: it may have been replaced or dropped; look it up again"
-                )
+                raise DatasetNotFound(UNKNOWN_TICKET)
             versions.extend_promise(rows[0], retain)
             version = versions.record(rows[0])
             return version, next(part for part in version.parts if part.ticket == ticket)

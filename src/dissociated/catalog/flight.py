@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -127,9 +128,11 @@ class _Calls(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow h
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> _Call | None:
         unlimited = any("grpc-c++/" in agent for agent in headers.get("user-agent", ()))
-        contexts = headers.get(tracing.TRACEPARENT, ())
-        parent = contexts[0] if len(contexts) == 1 else None
-        span = tracing.begin(f"dissociated.catalog/{CALL_NAMES.get(info.method, '')}", parent, server=True)
+        span = None
+        if tracing.is_active():
+            contexts = headers.get(tracing.TRACEPARENT, ())
+            parent = contexts[0] if len(contexts) == 1 else None
+            span = tracing.begin(f"dissociated.catalog/{CALL_NAMES.get(info.method, '')}", parent, server=True)
         return None if unlimited and span is None else _Call(not unlimited, span)
 
 
@@ -245,7 +248,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
                 raise CatalogError(f"the body of the action {action.type!r} is invalid") from None
             raise CatalogError(f"no action {action.type!r}; there are {', '.join([*self._actions, *self._binary])}")
 
-    @property
+    @cached_property
     def _catalog(self) -> Catalog:
         return self._catalog_future.result()
 
@@ -304,7 +307,7 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
 
 
 def _only(body: _Body, key: str) -> str:
-    """Return the text of the only key in `body`. Errors are those of `_value`."""
+    """Return the value of the only key in `body`, as text. Errors are those of `_value`."""
     return str(_value(body, key))
 
 
@@ -323,7 +326,7 @@ def _names(body: _Body) -> list[str]:
     """Return the different `names` in `body`. Raise ValueError if there are more than a client asks for."""
     names = [*dict.fromkeys(map(str, _value(body, "names")))]
     if len(names) > MAX_CURRENT:
-        raise ValueError(f"{len(names)} names; at most {MAX_CURRENT} are taken")
+        raise ValueError(f"{len(names)} names; at most {MAX_CURRENT} are accepted")
     return names
 
 

@@ -65,7 +65,7 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
             return Caller(Role.ADMIN, self._log)
         if not tokens:
             raise self._unauthenticated(
-                info, "the catalog asks for a token: send the header 'authorization: Bearer TOKEN'"
+                info, "the catalog requires a token: send the header 'authorization: Bearer TOKEN'"
             )
         for token in tokens:
             try:

@@ -70,10 +70,6 @@ class Holdings:
         """Return the holdings of a catalog that stores nothing and only knows the parts that its nodes hold."""
         return cls(Registry(tickets), NoBackend(), OwnLocations(), Activity())
 
-    def serve(self, prepared: Prepared, named: bool = False) -> None:
-        """Serve a prepared dataset from now on; `named` if it is a whole dataset and not a part."""
-        self.registry.serve(prepared.id, prepared.dataset, named)
-
     def describe_part(self, prepared: Prepared) -> Part:
         """Return the record that describes a prepared dataset to a catalog."""
         dataset = prepared.dataset

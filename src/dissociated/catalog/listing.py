@@ -28,6 +28,7 @@ _SAME_HOST = ("shm", "inproc")
 _MAX_ANSWERS = 64  # FlightInfos that are kept, each with up to MAX_EMBEDDED bytes of rows
 _MAX_AGE = 1.0  # seconds for which an answer is repeated
 _MAX_DESCRIPTOR = 1024  # bytes of a request whose answer is kept
+_SEEN_STEP = 5.0  # seconds; an answer does not say more precisely when this process was last heard
 _MAX_PARTS = 16  # of a version whose description is kept
 
 _deserialize = lru_cache(256)(deserialize)
@@ -122,10 +123,11 @@ class Listing:
             locations += [uri for uri in uris if near or uri.partition(":")[0] not in _SAME_HOST]
             if boot_id_of_caller is not None and node.id != own_id:
                 locations.append(node.flight)
-        if locations:
+        if nodes:
             locations.append(REUSE_CONNECTION)
-        # This node sends no heartbeats to itself.
-        last_seen = {node.id: time.time() if node.id == own_id else node.seen for node in part.nodes}
+        # This node sends no heartbeats to itself. A client uses its last answer again if the new one is equal.
+        now = time.time()
+        last_seen = {node.id: now - now % _SEEN_STEP if node.id == own_id else node.seen for node in part.nodes}
         known_nodes = [
             {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive, "seen": last_seen[node.id]}
             for node in part.nodes
@@ -134,9 +136,9 @@ class Listing:
             expires = None  # A second request may return nothing, or another stream.
         # Only this process publishes with chosen tickets. The ids of copies on other nodes differ.
         sole = self._registry.lookup_part(part.id) if len(part.nodes) == 1 else None
-        # If a server encrypts data, small datasets do not travel in clear text beside that.
+        # If a server encrypts data, its small datasets must not travel in clear text with their descriptions.
         is_secure = not any(node.flight.startswith("grpc:") and _encrypts(node) for node in part.nodes)
-        ticket = self._registry.tickets.sign(Grant(part.ticket, columns), time.time())
+        ticket = self._registry.tickets.sign(Grant(part.ticket, columns), self._registry.now())
         expirations = [end for end in (expires, ticket.expires) if end is not None]
         return flight.FlightEndpoint(
             ticket.data,
@@ -158,9 +160,9 @@ class _Answer(NamedTuple):
 
 
 class Answers:
-    """The last FlightInfos of versions in stores. One is given again for a second if nothing has changed.
+    """The last FlightInfos of versions in stores. Each is returned again for a second if nothing has changed.
 
-    Many processes often ask for one dataset at a time, and some ask again and again.
+    Many processes often request one dataset at a time, and some request it repeatedly.
 
     Args:
         retain: Lifetime of the tickets in the answers, in seconds; 0 if none is promised. An answer is repeated for a
@@ -168,7 +170,7 @@ class Answers:
     """
 
     def __init__(self, retain: float) -> None:
-        #: Seconds for which an answer is repeated. Tickets must live for so much longer.
+        #: Seconds for which an answer is repeated. Tickets must be valid for that much longer.
         self.max_age = min(_MAX_AGE, retain / 100) if retain else _MAX_AGE
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
         self._lock = threading.Lock()

@@ -20,7 +20,7 @@ from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Answers, Listing, earliest_expiry
-from dissociated.catalog.members import Members, describe_clock
+from dissociated.catalog.members import Members, describe_clock_skew
 from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.control.access import Security
@@ -28,7 +28,7 @@ from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
 from dissociated.store.numbers import Removal
@@ -77,7 +77,9 @@ class LocalCatalog(Catalog):
             return answer.info
         command = parse_get(descriptor)
         expires = self._ticket_expiry()
-        record = self._find(command, self.retain and self.retain + self._answers.max_age)
+        # The answer may be repeated for `max_age`, and its tickets must then still be valid for `retain`.
+        retain = self.retain + self._answers.max_age if self.retain else 0.0
+        record = self._find(command, retain)
         name_only = descriptor.descriptor_type == flight.DescriptorType.CMD and len(command) == 1
         reference = self._listing.reference_info(record, descriptor) if name_only else None
         if reference is not None:
@@ -139,7 +141,7 @@ class LocalCatalog(Catalog):
 
     def _problem_of(self, node: NodeRecord) -> str:
         """Return a sentence about the clock of a registered node; empty if all is well, or the node is away."""
-        return describe_clock(self._members.clock(node.id)) if node.alive else ""
+        return describe_clock_skew(self._members.clock_skew(node.id)) if node.alive else ""
 
     def forget(self, node: str) -> None:
         records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
@@ -160,7 +162,7 @@ class LocalCatalog(Catalog):
                 "this catalog guarantees no lifetime of tickets, so none can be renewed: look the dataset up again"
             )
         ticket = Request.parse(endpoint.ticket.ticket).ticket
-        identifier, columns = self._registry.tickets.check(ticket, time.time())
+        identifier, columns = self._registry.tickets.check(ticket, self._registry.now())
         record, part = self._database.find_by_ticket(identifier, self.retain)
         renewed = self._listing.endpoint(part, {}, earliest_expiry(self._ticket_expiry(), record.expires), columns)
         return bytes(renewed.serialize())
@@ -173,18 +175,28 @@ class LocalCatalog(Catalog):
 
     # Publishing
 
-    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
+    def publish_dataset(self, dataset: Dataset, ttl: float | None = None) -> None:
         part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
-        self._registry.assign_part(part.id, dataset)
-        try:
-            with self._publishing:
-                self._database.publish(
-                    Commit(dataset.name, key=part.id, ttl=ttl), schemas.serialize(dataset.schema), [part]
-                )
-        except BaseException:
-            self._registry.withdraw_parts([part.id])
-            raise
+        commit = Commit(dataset.name, key=part.id, ttl=ttl)
+        with self._publishing:
+            old = self._registry.find_name(dataset.name)
+            try:
+                self._registry.publish(dataset)  # first, so that every ticket in the catalog works
+                self._registry.assign_part(part.id, dataset)
+                self._database.publish(commit, schemas.serialize(dataset.schema), [part])
+            except BaseException:
+                if not self._is_published(part.id):  # Ctrl-C may come after the transaction.
+                    self._registry.withdraw_parts([part.id])
+                    self._registry.withdraw(dataset)
+                    self._registry.restore(old)
+                raise
         self._clean_up(self._delete_unreferenced)
+
+    def _is_published(self, part: str) -> bool:
+        """Return whether a version has the part. A database that does not answer has not published it either."""
+        with suppress(DissociatedError):
+            return self._database.version_of(part) is not None
+        return False
 
     def drop(self, name: str) -> None:
         with self._advising(name), self._publishing:
@@ -195,7 +207,7 @@ class LocalCatalog(Catalog):
                 try:
                     self.holdings.delete_parts(stored)
                 except BaseException:
-                    self._forget_deleted(stored)
+                    self._record_deletions(stored)
                     raise
             self._database.drop(name)
         self._clean_up(self._delete_unreferenced)
@@ -257,7 +269,8 @@ class LocalCatalog(Catalog):
             tags, ttl = current.merged_options(commit.tags, commit.ttl)
             commit = replace(commit, tags=tags, ttl=ttl)
         prepared = self._backend.prepare(commit, dataset)
-        self.holdings.serve(prepared, named=True)
+        old = self._registry.find_name(commit.name)
+        self._registry.serve(prepared.id, prepared.dataset, named=True)
         try:
             stored = self._backend.store.version(prepared.id)
             created = None if stored is None else stored.created  # A restart takes the time from the store as well.
@@ -267,6 +280,7 @@ class LocalCatalog(Catalog):
             # Remove the version from the store if it was not published, since a restart would publish it.
             if self._database.version_of(prepared.id) is None:
                 self._registry.withdraw_parts([prepared.id])
+                self._registry.restore(old)
                 self._backend.refuse(prepared.id)
             raise
 
@@ -315,12 +329,12 @@ class LocalCatalog(Catalog):
             raise
         self._members.admit(node.id)
         announced = self._parse_announced(node.id, body)
-        until = time.time() + float(body["lives"])
+        alive_until = time.time() + float(body["lives"])
         removed = {
             str(name): Removal(int(version), bool(lost), int(highest))
             for name, (version, lost, highest) in body.get("numbers", {}).items()
         }
-        self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]), removed)
+        self._database.register(node, announced, str(body["digest"]), alive_until, int(body["serial"]), removed)
         return self._node_reply(node.id, announced)
 
     def _check_admission(self, node: NodeRecord, body: Mapping[str, Any]) -> None:
@@ -343,10 +357,11 @@ class LocalCatalog(Catalog):
 
     def _parse_announced(self, node: str, body: Mapping[str, Any]) -> list[Version]:
         """Return the versions in a report. The times of prepared versions, which expire, are the catalog's."""
-        ahead = self._members.compare_clock(node, body.get("now"))
+        clock_skew = self._members.record_time(node, body.get("now"))
         announced = [Version.parse(plain) for plain in body.get("parts", ())]
         return [
-            replace(version, created=version.created - ahead) if version.prepared else version for version in announced
+            replace(version, created=version.created - clock_skew) if version.prepared else version
+            for version in announced
         ]
 
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -427,9 +442,9 @@ class LocalCatalog(Catalog):
             try:
                 self.holdings.delete_parts(unreferenced)
             finally:
-                self._forget_deleted(unreferenced)
+                self._record_deletions(unreferenced)
 
-    def _forget_deleted(self, parts: Sequence[str]) -> None:
+    def _record_deletions(self, parts: Sequence[str]) -> None:
         """Delete from the database those parts that are no longer in the store."""
         self._database.delete_parts([part for part in parts if self._backend.store.version(part) is None])
 
@@ -446,13 +461,13 @@ class LocalCatalog(Catalog):
         nodes = []
         for node in self._database.nodes():
             if node.id != self.node.id:
-                ahead = self._members.clock(node.id)
-                silence = max(0.0, now - node.seen)
+                clock_skew = self._members.clock_skew(node.id)
+                age = max(0.0, now - node.seen)
                 problem = self._problem_of(node)
-                nodes.append(NodeStatus(node.host, node.flight, node.alive, silence, node.id, ahead, problem=problem))
+                nodes.append(NodeStatus(node.host, node.flight, node.alive, age, node.id, clock_skew, problem=problem))
         for node, reason, at in self._members.refusals():
-            silence = max(0.0, now - at)
-            nodes.append(NodeStatus(node.host, node.flight, False, silence, node.id, registered=False, problem=reason))
+            age = max(0.0, now - at)
+            nodes.append(NodeStatus(node.host, node.flight, False, age, node.id, registered=False, problem=reason))
         return nodes
 
     def status(self) -> ServerStatus:

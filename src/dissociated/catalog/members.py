@@ -16,6 +16,7 @@ import pyarrow.flight as flight
 from dissociated.base.display import duration, utc
 from dissociated.catalog.database import Database
 from dissociated.client.calls import CatalogClient
+from dissociated.client.flight_connection import read_flight
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
@@ -39,7 +40,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 PEER_TIMEOUT = 60.0  # seconds in which a peer must answer
-_ANSWER_TIMEOUT = 2.0  # seconds in which a live node answers a check of its id
+_ANSWER_TIMEOUT = 2.0  # seconds that a node has to answer a check of its id
 _REACH_TIMEOUT = 10.0  # seconds in which a node that registers must answer the catalog
 _MAX_PEERS = 64  # nodes to which connections are kept
 _MAX_REFUSALS = 100  # refused nodes that are remembered
@@ -47,11 +48,11 @@ _MAX_REFUSALS = 100  # refused nodes that are remembered
 CLOCK_TOLERANCE = 2.0
 
 
-def describe_clock(ahead: float) -> str:
-    """Return a sentence about a node's clock that is `ahead` seconds ahead of the catalog's; empty if they agree."""
-    if abs(ahead) <= CLOCK_TOLERANCE:
+def describe_clock_skew(skew: float) -> str:
+    """Return a sentence about a node's clock that is `skew` seconds ahead of the catalog's; empty if they agree."""
+    if abs(skew) <= CLOCK_TOLERANCE:
         return ""
-    return f"the node's clock is {duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} the catalog's"
+    return f"the node's clock is {duration(abs(skew))} {'ahead of' if skew > 0 else 'behind'} the catalog's"
 
 
 class Refusal(NamedTuple):
@@ -73,28 +74,26 @@ class Peer(CatalogClient):
 
     #: While a link is cut, a node misses heartbeats, and a commit holds up others. Both must soon notice it, and that
     #: the link was repaired.
-    _silence: ClassVar[float | None] = 5.0
+    _keepalive_timeout: ClassVar[float | None] = 5.0
 
     def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
         unlimited = sys.maxsize  # The final reader applies its own limit to relayed data.
         super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited)
+
+    def get(self, ticket: bytes) -> pa.RecordBatchReader:
+        """Read the dataset of `ticket` as it is, by one call of DoGet, for a reader of this process."""
+        return read_flight(self._calls, ticket, self.defaults)
 
     def forward_action(self, action: str, body: bytes) -> bytes:
         """Return the answer to an action whose body is not JSON."""
         (result,) = self.call_flight(lambda client: [*client.do_action(flight.Action(action, body))])
         return bytes(result.body.to_pybytes())
 
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class _Recipient(Peer):
     """A client for an upload to a node. A node that is paused, and so takes nothing, does not soon count as lost."""
 
-    _silence = None
+    _keepalive_timeout = None
 
 
 class Members:
@@ -108,7 +107,7 @@ class Members:
         self._database = database
         self._own = own
         self._security = security
-        self._clocks: dict[str, float] = {}  # by node: the seconds by which its clock is ahead
+        self._clock_skews: dict[str, float] = {}  # by node: the seconds by which its clock is ahead
         self._refusals: dict[tuple[str, str], Refusal] = {}  # by id and host, the oldest first
         self._peers: dict[str, Peer] = {}  # by Flight URI: the connections that reads were relayed over
 
@@ -120,11 +119,11 @@ class Members:
                 raise CatalogError(f"no node {id!r} has registered at this catalog")
         return nodes
 
-    def clock(self, node: str) -> float:
+    def clock_skew(self, node: str) -> float:
         """Return the seconds by which the clock of a node is ahead of this host's, as of its last message."""
-        return self._clocks.get(node, 0.0)
+        return self._clock_skews.get(node, 0.0)
 
-    def compare_clock(self, node: str, node_time: object) -> float:
+    def record_time(self, node: str, node_time: object) -> float:
         """Record the time at which a node sent a message that has just arrived.
 
         Returns:
@@ -133,15 +132,15 @@ class Members:
         """
         if not isinstance(node_time, int | float):
             return 0.0
-        ahead = float(node_time) - time.time()
-        before = self._clocks.get(node, 0.0)
-        self._clocks[node] = ahead
-        if abs(ahead - before) > CLOCK_TOLERANCE and (sentence := describe_clock(ahead)):
+        skew = float(node_time) - time.time()
+        before = self._clock_skews.get(node, 0.0)
+        self._clock_skews[node] = skew
+        if abs(skew - before) > CLOCK_TOLERANCE and (sentence := describe_clock_skew(skew)):
             _log.warning("clock is wrong: node=%s difference=%r", node, sentence)
-        return ahead
+        return skew
 
     def refuse(self, node: NodeRecord, reason: str) -> None:
-        """Remember that the registration of a node was refused, for `refusals`."""
+        """Record that the registration of a node was refused. `refusals` then lists it."""
         _log.warning("a node was refused: host=%s flight=%s reason=%s", node.host, node.flight, reason)
         key = node.id, node.host  # The port may differ each time that a service manager starts the node.
         self._refusals.pop(key, None)
@@ -155,7 +154,7 @@ class Members:
 
     def forget(self, node: str) -> None:
         """Forget the clock and the refusals of the node with this id."""
-        self._clocks.pop(node, None)
+        self._clock_skews.pop(node, None)
         self.admit(node)
 
     def admit(self, node: str) -> None:
@@ -185,7 +184,7 @@ class Members:
         )
 
     def find_duplicate(self, node: NodeRecord) -> NodeRecord | None:
-        """Return another live node that has the same id at a different address, or None.
+        """Return another node that is alive and has the same id at a different address, or None.
 
         Such nodes have copies of one store, but only one of them holds a newly written version.
         """
@@ -197,7 +196,7 @@ class Members:
         return None
 
     def open(self, name: str, part: Part, ticket: bytes) -> pa.RecordBatchReader:
-        """Return the stream of a part, read by Flight from the first live node that has it.
+        """Return the stream of a part, read by Flight from the first node that is alive and has it.
 
         Every batch is validated in full.
 
@@ -236,12 +235,12 @@ class Members:
         peer = self._peers.get(uri)
         if peer is not None:
             with suppress(CatalogUnreachable, AccessDenied):  # the latter if certificates were exchanged
-                return peer.do_get(ticket)
+                return peer.get(ticket)
         peer = self._peers[uri] = Peer(uri, self._security)
         while len(self._peers) > _MAX_PEERS:
             with suppress(KeyError, RuntimeError):  # another thread may do the same
                 del self._peers[next(iter(self._peers))]
-        return peer.do_get(ticket)
+        return peer.get(ticket)
 
     def prepare(self, node: NodeRecord, body: Mapping[str, Any]) -> dict[str, Any]:
         """Have a node make segments ready to be published. Return its answer: see `Catalog.prepare`."""
@@ -308,7 +307,7 @@ class Members:
                 ) from error
 
     def _nearest(self, caller: Mapping[str, Any]) -> NodeRecord:
-        """Return a live node, preferably on the caller's host. Raise CatalogError if there is none."""
+        """Return a node that is alive, preferably on the caller's host. Raise CatalogError if there is none."""
         nodes = [node for node in self._database.nodes() if node.alive and node.flight != self._own.flight]
         for node in nodes:
             if node.boot_id == caller.get("boot_id"):

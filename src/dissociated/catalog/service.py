@@ -28,8 +28,18 @@ The bodies and results of actions are JSON, except for the actions that Flight d
     forget    {node}                                 -> {}
     status    {}                                     -> the result of `ServerStatus.plain`
     RenewFlightEndpoint, CancelFlightInfo            messages of Flight.proto
-Catalogs and nodes call each other with prepare, over, register, heartbeat and leave. `dissociated.control.roles` has
-the role that each action needs if the catalog checks tokens or a secret.
+Catalogs and nodes call each other with these actions:
+    prepare   the commit of a node's own segments    -> the node's part of the version
+    over      {keys}                                 -> {over: the keys that were committed or aborted}
+    register  {node, parts, numbers, serial, guarded, signs, digest, lives, now}  -> a reply
+    heartbeat {node, since, parts, gone, digest, lives, now}                      -> a reply
+    leave     {node, retiring}                       -> {}
+    a reply   {known, now, wanted, numbers, unwanted}
+"guarded" says whether the node requires tokens, and "signs" identifies the secret of its tickets. "lives" is the number
+of seconds after which the node counts as away unless another message comes. "digest" identifies the state of the node
+after this report, and "since" the report that it continues. "gone" are parts that the node has removed. Of the reported
+parts, "wanted" are those of published versions, with the "numbers" of their versions, and "unwanted" those to delete.
+`dissociated.control.roles` has the role that each action needs if the catalog checks tokens or a secret.
 
 A segment in `commit` is the name of a segment in the stage of this catalog's own node, or {node, segment}. A catalog
 can have many nodes. A catalog that is created with an `upstream` is a node of that catalog and forwards calls to it.
@@ -60,13 +70,11 @@ from dissociated.catalog.flight import FlightServer
 from dissociated.catalog.guard import server_options
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.local import LocalCatalog
-from dissociated.catalog.upstream import UpstreamCatalog
+from dissociated.catalog.upstream import HEARTBEAT_INTERVAL, UpstreamCatalog
 from dissociated.control.access import Security
 from dissociated.control.catalog_uri import UNIX_SCHEME, check_socket, describe_reach, is_unix, socket_path, unix_uri
 from dissociated.control.version import NodeRecord
-from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError, TransportError, UriError
-from dissociated.monitoring.status import ServerStatus
 from dissociated.transport.framed.shm import runtime_directory
 from dissociated.uri import ANY_INTERFACE, Uri
 
@@ -108,7 +116,7 @@ class CatalogService(ProcessBound):
         database: Database | None = None,
         upstream: str | None = None,
         retain: float = 0.0,
-        heartbeat_interval: float = 5.0,
+        heartbeat_interval: float = HEARTBEAT_INTERVAL,
         advertise: str | None = None,
         security: Security | None = None,
     ) -> None:
@@ -158,21 +166,6 @@ class CatalogService(ProcessBound):
     def after_fork_in_child(self) -> None:
         """Leave the gRPC server untouched. See `dissociated.base.fork`."""
         leak(self._flight)
-
-    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
-        """Record a dataset that this process serves. See `Catalog.record_publication`."""
-        self.check_process()
-        self.catalog.record_publication(dataset, ttl)
-
-    def drop(self, name: str) -> None:
-        """Make a dataset unavailable. Raise DatasetNotFound if it does not exist."""
-        self.check_process()
-        self.catalog.drop(name)
-
-    def status(self) -> ServerStatus:
-        """Return the datasets served here. A catalog without a stage returns the datasets of its nodes."""
-        self.check_process()
-        return self.catalog.status()
 
     def _tick(self) -> None:
         ticks = 0

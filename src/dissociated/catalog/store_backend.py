@@ -133,8 +133,8 @@ class StoreBackend(Backend):
         """Take over a sealed memfd as a staged segment. See `Store.hand_over`."""
         return self._retry_when_full(lambda: self.store.hand_over(descriptor))
 
-    def staged(self) -> list[str]:
-        return self.store.staged()
+    def staged_names(self) -> list[str]:
+        return self.store.staged_names()
 
     def discard(self, names: Iterable[str]) -> None:
         self.store.discard(names)

@@ -20,7 +20,7 @@ import pyarrow.flight as flight
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.holdings import Holdings
-from dissociated.catalog.members import CLOCK_TOLERANCE, PEER_TIMEOUT, Peer, describe_clock
+from dissociated.catalog.members import CLOCK_TOLERANCE, PEER_TIMEOUT, Peer, describe_clock_skew
 from dissociated.control.access import Security
 from dissociated.control.commit import Commit
 from dissociated.control.descriptors import parse_get
@@ -31,6 +31,10 @@ from dissociated.monitoring.status import NodeStatus, ServerStatus
 
 _log = logging.getLogger(__name__)
 
+#: The default number of seconds between two heartbeats.
+HEARTBEAT_INTERVAL = 5.0
+_MAX_MISSED = 3  # heartbeats that a node may miss before its upstream considers it away
+_LEAVE_TIMEOUT = 5.0  # seconds: an upstream that does not answer must not hold up the end of this process
 _TIMEOUT_PER_VERSION = 0.01  # seconds that each reported version adds to the timeout
 
 
@@ -47,7 +51,7 @@ class UpstreamCatalog(Catalog):
         self, node: NodeRecord, holdings: Holdings, security: Security, upstream: str, heartbeat_interval: float
     ) -> None:
         super().__init__(node, holdings, security)
-        self.reconcile_interval = heartbeat_interval
+        self.reconcile_interval = heartbeat_interval  # reconciling sends the heartbeat
         self._upstream = Peer(upstream, security)
         self._report_lock = threading.Lock()  # keeps reports in the order of the changes
         self._digest = ""
@@ -85,11 +89,11 @@ class UpstreamCatalog(Catalog):
         return self._upstream.forward_action("RenewFlightEndpoint", request)
 
     def _open_remote(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
-        return self._upstream.do_get(ticket)
+        return self._upstream.get(ticket)
 
     # Publishing
 
-    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
+    def publish_dataset(self, dataset: Dataset, ttl: float | None = None) -> None:
         raise CatalogError(
             f"this node belongs to the catalog at {self._upstream.uri}, and cannot publish {dataset.name!r} by itself: "
             "put the dataset through that catalog"
@@ -178,21 +182,26 @@ class UpstreamCatalog(Catalog):
     def _report(self, upstream: Peer, action: str, changes: int, **body: Any) -> bool:
         """Send a report, and apply the reply: confirm published versions and delete unreferenced ones.
 
+        The fields of reports and replies are described in `dissociated.catalog.service`.
+
         Returns:
             False if the upstream does not know the report that this one is based on.
         """
         digest = f"{self._incarnation}:{changes}"
         sent_at = time.time()
         reply = upstream.do_action(
-            action, {**body, "digest": digest, "lives": 3 * self.reconcile_interval, "now": sent_at}
+            action, {**body, "digest": digest, "lives": _MAX_MISSED * self.reconcile_interval, "now": sent_at}
         )
         self._compare_clocks(sent_at, reply.get("now"))
         if not reply.get("known", True):
             return False
-        self._digest, self._reported_changes = digest, changes
+        # If the reply cannot be applied, everything is reported again: the upstream repeats the deletion only of parts
+        # that it lists itself.
+        self._digest, self._reported_changes = digest, None
         self._backend.confirm(reply.get("wanted", {}), reply.get("numbers", {}))
         if reply["unwanted"]:
             self.holdings.delete_parts(reply["unwanted"])
+        self._reported_changes = changes
         return True
 
     def _compare_clocks(self, sent_at: float, upstream_time: object) -> None:
@@ -208,7 +217,7 @@ class UpstreamCatalog(Catalog):
         offset = upstream_time - min(max(upstream_time, sent_at), time.time())
         changed = abs(offset - self._registry.clock_offset) > CLOCK_TOLERANCE
         self._registry.clock_offset = offset
-        if changed and (sentence := describe_clock(-offset)):
+        if changed and (sentence := describe_clock_skew(-offset)):
             _log.warning(
                 "clock differs from the upstream catalog, whose time counts: upstream=%s difference=%r",
                 self._upstream.uri,
@@ -236,7 +245,8 @@ class UpstreamCatalog(Catalog):
 
     def close(self) -> None:
         try:
-            self._upstream.do_action("leave", {"node": self.node.id, "retiring": self.retiring})
+            with Peer(self._upstream.uri, self.security, _LEAVE_TIMEOUT) as peer:
+                peer.do_action("leave", {"node": self.node.id, "retiring": self.retiring})
         except DissociatedError as error:
             _log.info("deregistration failed: node=%s error=%s", self.node.flight, error)
         self._upstream.close()

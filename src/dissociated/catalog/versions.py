@@ -30,7 +30,7 @@ _TTL_DIGITS = 6  # A time of this century has a resolution of 0.24 microseconds.
 
 
 class Origin(IntEnum):
-    """The way by which a catalog learned of a version. A found version never replaces a version with a lower origin."""
+    """The way by which a catalog learned of a version. See `Versions.learn` for the precedence."""
 
     COMMITTED = 0  # This catalog published it.
     FOUND = 1  # It was in the store of a node, with a number from an earlier catalog.
@@ -57,7 +57,7 @@ class Versions:
             "replaced IS NOT NULL AND promised <= ?",
         ):
             if self._tables.all(f"SELECT 1 FROM versions WHERE {condition} LIMIT 1", now):
-                self.remove("expired", "its time to live is over", condition, now)
+                self.remove("expired", "its time to live has ended", condition, now)
 
     def remove(self, kind: str, why: str, condition: str, *values: Any) -> None:
         """Remove the versions that meet an SQL condition.
@@ -70,7 +70,9 @@ class Versions:
         """
         # The plus makes SQLite use an index, in place of scanning all versions in the order of their ids.
         for row in self._tables.all(f"SELECT * FROM versions WHERE {condition} ORDER BY +id", *values):
-            outcome = (kind, why) if row["replaced"] is None else ("retired", "it was replaced, and kept no longer")
+            outcome = (
+                (kind, why) if row["replaced"] is None else ("retired", "it had been replaced, and was no longer kept")
+            )
             self._change(row, *outcome)
             if outcome[0] == "evicted":
                 self.mark_lost(row["name"])
@@ -170,7 +172,10 @@ class Versions:
         if hidden:
             _log.warning(
                 "a version in a store is not shown, since later ones are known: dataset=%r version=%d node=%s part=%s",
-                *(version.name, version.number, version.part.node, version.id),
+                version.name,
+                version.number,
+                version.part.node,
+                version.id,
             )
             return
         number = version.number or self.next_number(version.name, append=False)
@@ -209,7 +214,13 @@ class Versions:
             "INSERT INTO versions (name, number, schema, rows, nbytes, tags, created, expires, began, origin)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                *(name, version.number, version.schema, rows, nbytes, json.dumps(dict(tags)), created),
+                name,
+                version.number,
+                version.schema,
+                rows,
+                nbytes,
+                json.dumps(dict(tags)),
+                created,
                 None if ttl is None else created + ttl,
                 (previous or version).lineage_id,
                 origin,
@@ -234,7 +245,7 @@ class Versions:
             sql = "SELECT id FROM parts WHERE ticket = ? AND id != ?"
             for row in self._tables.all(sql, part.ticket, part.id):
                 condition = "id IN (SELECT version FROM version_parts WHERE part = ?)"
-                self.remove("retired", "what replaced it has the same ticket", condition, row["id"])
+                self.remove("retired", "its replacement has the same ticket", condition, row["id"])
 
     def _copy_parts(self, previous: int, version: int) -> int:
         """Give `version` the parts of the version that it appends to. Return the number of its next part."""

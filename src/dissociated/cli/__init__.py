@@ -49,7 +49,7 @@ PHRASES = {
     "write a value of that type, or read all rows and filter them in your program": "write a value of that type",
     "give a directory with the policy spill": "give --spill DIR with the policy spill",
     "connect(uri, token=...)": "--token-file FILE, or DISSOCIATED_TOKEN",
-    "(tls_roots says which certificates are)": "(--tls-roots FILE says which certificates are)",
+    "(tls_roots names the certificates to trust)": "(--tls-roots FILE names the certificates to trust)",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from dissociated.cli import quantities
 from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
-from dissociated.control.access import Security, Tokens, read_secret, read_token
+from dissociated.control.access import Security, Tokens, read_secret, read_token, security
 from dissociated.control.catalog_uri import ROOTS_VARIABLE, TOKEN_VARIABLE, describe_reach
 from dissociated.monitoring import log
 
@@ -55,7 +55,7 @@ def client(catalog: str, arguments: argparse.Namespace, timeout: float = TIMEOUT
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) -> None:
-    """Add the options that `serving` and `main` read, with `peers` also the ones for nodes and their catalog."""
+    """Add the options that `serving` and `main` read, with `peers` also the ones of `peer_security`."""
     group = parser.add_argument_group("access")
     group.add_argument("--tls-cert", metavar="FILE", help="PEM file of this server's certificate, with its chain")
     group.add_argument("--tls-key", metavar="FILE", help="PEM file of this server's key")
@@ -91,18 +91,20 @@ def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) 
     _add_log_arguments(group, "warning")
 
 
-def serving(arguments: argparse.Namespace, peers: bool = False) -> dict[str, Any]:
-    """Return the options as keyword arguments of `Server`, or with `peers` of `Node` and `security`."""
-    options: dict[str, Any] = {
+def serving(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options as keyword arguments of `Server`."""
+    return {
         "tls_cert": arguments.tls_cert,
         "tls_key": arguments.tls_key,
         "authorize": Tokens.read(arguments.token_file) if arguments.token_file else None,
         "ticket_lifetime": arguments.ticket_lifetime,
     }
-    if peers:
-        options["secret"] = read_secret(arguments.secret_file) if arguments.secret_file else None
-        options["tls_roots"] = arguments.tls_roots
-    return options
+
+
+def peer_security(arguments: argparse.Namespace) -> Security:
+    """Return the access rules of a catalog or a node."""
+    secret = read_secret(arguments.secret_file) if arguments.secret_file else None
+    return security(**serving(arguments), secret=secret, tls_roots=arguments.tls_roots, peers=True)
 
 
 def serving_uris(arguments: argparse.Namespace) -> tuple[tuple[str, str], str]:

@@ -250,7 +250,6 @@ def _run_versions(arguments: argparse.Namespace) -> None:
 _DROP = """\
 Make datasets unavailable: the named ones, and those that match a pattern in quotes, as in "team/*". Several datasets
 are dropped after asking. Readers that have begun can finish; the node then removes the segments."""
-_MAX_NAMES = 10  # names of datasets in a question
 
 
 def add_drop(parser: argparse.ArgumentParser) -> None:
@@ -281,9 +280,7 @@ def _run_drop(arguments: argparse.Namespace) -> None:
             targets.update(dict.fromkeys((catalog, match) for match in matches))
         asks = len(arguments.uri) > 1 or "*" in arguments.uri[0]
         if asks and not arguments.yes:
-            names = ", ".join(name for _, name in [*targets][:_MAX_NAMES]) + (
-                ", ..." if len(targets) > _MAX_NAMES else ""
-            )
+            names = text.first_names([name for _, name in targets])
             if not terminal.confirm(text.printable(f"Drop {text.plural(len(targets), 'dataset')}: {names}?")):
                 return
         for catalog, name in targets:

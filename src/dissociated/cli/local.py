@@ -38,7 +38,7 @@ def _run_start(arguments: argparse.Namespace) -> None:
     if address is not None:
         print("the node is running already, with the options that it was started with")
     else:
-        address = ensure(arguments.store, listen=(), options=_node_options(arguments))
+        address = ensure(arguments.store, options=_node_options(arguments))
     _print_node(arguments.store, address)
 
 
@@ -111,7 +111,6 @@ Free the memory of your stores on this host whose nodes are stopped: all their d
 
 These are the default store and the stores of nodes that Spark has started, or the store that --store names. A store
 keeps its identity and the last version number of each dataset, so that no number is used twice."""
-_MAX_NAMES = 10  # names of datasets that are shown
 
 
 def add_clean(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +167,7 @@ def _clean(store: Store, yes: bool) -> bool:
     names = sorted({version.name for version in versions})
     print(f"{store.directory}: {text.plural(len(names), 'dataset')}, {text.size(before)}")
     if names:
-        print(text.printable("  " + ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")))
+        print(text.printable(f"  {text.first_names(names)}"))
     if not yes and not terminal.confirm("Remove these datasets?"):
         return False
     store.clear()

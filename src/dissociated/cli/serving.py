@@ -126,16 +126,16 @@ outlives its writers and the node: after a restart, the node serves the same dat
 The policy applies when the store reaches its limit: a write fails (refuse), the oldest datasets that are not being read
 are removed (evict), or the oldest datasets move to a directory on disk and are served from there (spill)."""
 _IDLE_CHECK_INTERVAL = 0.5  # seconds between checks whether the node is idle
-_MAX_PRINTED = 10  # streams in progress that are printed
 _IDLE_CHECKS = 3  # idle checks in a row after which an unused node ends
 
 
 def add_node(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `node` to its parser."""
+    from dissociated.catalog.upstream import HEARTBEAT_INTERVAL
     from dissociated.node.launch import default_store
     from dissociated.node.node import RETAIN
     from dissociated.store.eviction import Policy
-    from dissociated.store.store import FORGOTTEN
+    from dissociated.store.store import STAGING_TIMEOUT
 
     parser.description = _NODE
     parser.add_argument(
@@ -180,8 +180,8 @@ def add_node(parser: argparse.ArgumentParser) -> None:
     quantities.add_duration(
         parser,
         "--forget",
-        f"time after which an uncommitted segment is removed (default: {FORGOTTEN / 3600:g}h)",
-        FORGOTTEN,
+        f"time after which an uncommitted segment is removed (default: {STAGING_TIMEOUT / 3600:g}h)",
+        STAGING_TIMEOUT,
     )
     quantities.add_duration(
         parser, "--drain", "time that streams in progress have after SIGTERM (default: %(default)gs)", 30.0
@@ -191,7 +191,7 @@ def add_node(parser: argparse.ArgumentParser) -> None:
         parser, "--empty-exit", "end after this time with an empty store, without readers and writers"
     )
     access.add_serving_arguments(parser, peers=True)
-    quantities.add_duration(parser, "--beat", argparse.SUPPRESS, 5.0)
+    quantities.add_duration(parser, "--heartbeat", argparse.SUPPRESS, HEARTBEAT_INTERVAL)
     parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--starter-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_node)
@@ -208,7 +208,7 @@ def _run_node(arguments: argparse.Namespace) -> None:
     _raise_descriptor_limit()
     stop = StopSignal()
     listen, flight = access.serving_uris(arguments)
-    options = access.serving(arguments, peers=True)
+    guarded = access.peer_security(arguments)
     try:
         store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
     except StoreError as error:
@@ -225,11 +225,11 @@ def _run_node(arguments: argparse.Namespace) -> None:
         flight=arguments.flight or (f"{flight}:0" if arguments.tls_cert else None),
         catalog=arguments.catalog,
         retain=arguments.retain,
-        heartbeat_interval=arguments.beat,
+        heartbeat_interval=arguments.heartbeat,
         advertise=arguments.advertise,
+        security=guarded,
         metrics=arguments.metrics,
         http=arguments.http,
-        **options,
     ) as node:
         usage = store.usage()
         print(f"store    {store.directory}, {len(store.versions())} versions, {text.size(usage.total)}")
@@ -279,10 +279,8 @@ def _wait_for_end(node: Node, stop: StopSignal, idle_exit: float | None, empty_e
 
 def _print_waiting(consumers: Sequence[ConsumerStatus], timeout: float) -> None:
     """Print the streams that a stopping node waits for."""
-    names = [f"{consumer.peer} ({consumer.dataset or 'no request yet'})" for consumer in consumers[:_MAX_PRINTED]]
-    if len(consumers) > _MAX_PRINTED:
-        names.append(f"{len(consumers) - _MAX_PRINTED:,} more")
-    print(text.printable(f"stopping: waiting up to {timeout:g} s for {', '.join(names)}"), flush=True)
+    names = [f"{consumer.peer} ({consumer.dataset or 'no request yet'})" for consumer in consumers]
+    print(text.printable(f"stopping: waiting up to {timeout:g} s for {text.first_names(names)}"), flush=True)
 
 
 def stop_with_starter(starter: int, node: Node, before: list[Version], stop: StopSignal) -> None:
@@ -335,10 +333,9 @@ def _run_catalog(arguments: argparse.Namespace) -> None:
     """Run a catalog until a signal arrives."""
     from dissociated.catalog.database import Database
     from dissociated.catalog.service import CatalogService
-    from dissociated.control.access import security
 
     stop = StopSignal()
-    guarded = security(**access.serving(arguments, peers=True), peers=True)
+    guarded = access.peer_security(arguments)
     _, flight = access.serving_uris(arguments)
     service = CatalogService(
         arguments.listen or f"{flight}:8815",
@@ -352,12 +349,12 @@ def _run_catalog(arguments: argparse.Namespace) -> None:
         if arguments.metrics is not None:
             from dissociated.monitoring.metrics import PATH, metrics_service
 
-            metrics = owned.enter_context(closing(metrics_service(arguments.metrics, service.status)))
+            metrics = owned.enter_context(closing(metrics_service(arguments.metrics, service.catalog.status)))
             print(f"metrics  {metrics.uri}{PATH}")
         if arguments.http is not None:
             from dissociated.monitoring.dashboard import Dashboard
 
-            page = Dashboard(arguments.http, service.status, service.catalog.holdings.activity, guarded)
+            page = Dashboard(arguments.http, service.catalog.status, service.catalog.holdings.activity, guarded)
             owned.enter_context(closing(page))
             print(f"page     {page.uri}")
         access.print_catalog(service.uri, guarded)

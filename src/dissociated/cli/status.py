@@ -114,7 +114,7 @@ def _render(now: ServerStatus, before: ServerStatus | None, width: int | None) -
     if totals.refused_puts:
         lines.append(f"{text.plural(totals.refused_puts, 'put')} refused")
     if now.kept:
-        lines.append(f"consumers that were cut off hold {text.size(now.kept)} until they let go")
+        lines.append(f"consumers that were cut off hold {text.size(now.kept)} until they free it")
     if now.store is not None:
         lines += _store_lines(now.store)
     lines = [*_wrap(lines, width), ""]

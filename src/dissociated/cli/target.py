@@ -17,7 +17,6 @@ from dissociated.node.launch import ADDRESS_FILE, default_store, running
 from dissociated.store.layout import SEGMENTS
 from dissociated.store.manifest import DAMAGE, decode_manifest, read_manifest
 
-_MAX_NAMES = 10  # names of datasets in an error
 _COMPLETION_TIMEOUT = 1.0  # seconds to wait for the names of datasets in a shell
 _ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")  # a URI without its scheme
 
@@ -69,7 +68,7 @@ def find(arguments: argparse.Namespace) -> Target:
             how = "was last alive" if (store / ADDRESS_FILE).exists() else "was stopped"
             raise CatalogError(
                 f"no node serves the store {str(store)!r}, which holds {text.plural(len(names), 'dataset')}: "
-                f"{text.first_names(names, _MAX_NAMES)}. Its node {how} at {last}: "
+                f"{text.first_names(names)}. Its node {how} at {last}: "
                 f"dissociated start{'' if arguments.store is None else f' --store {store}'} serves them again"
             )
         raise CatalogError(

@@ -14,7 +14,7 @@ from dissociated.protocol.message import Incoming, Run
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.mailbox import Mailbox
 
-_MAX_AHEAD = 1 << 26  # bytes by which one connection may be ahead of the other
+_MAX_LEAD = 1 << 26  # bytes by which one connection may be ahead of the other
 #: Receives from the stream of bodies, or of metadata; None at the end of its connection.
 _ReceiveFrom: TypeAlias = Callable[[bool], Incoming | Run | None]
 
@@ -74,7 +74,7 @@ class ReceiveThread(ProcessBound):
             timeout: Seconds for which the server may be silent.
             on_misrouted: Is called with the error if a message belongs to the other connection.
         """
-        self.inbox: Mailbox[Incoming] = Mailbox(_MAX_AHEAD)
+        self.inbox: Mailbox[Incoming] = Mailbox(_MAX_LEAD)
         self._connection = connection
         self._bodies = bodies
         self._on_misrouted = on_misrouted

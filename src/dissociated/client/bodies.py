@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 
 import pyarrow as pa
@@ -31,7 +30,8 @@ class Bodies:
     def __init__(self, connection: Connection, leases: ClientLeases, request: ReadRequest) -> None:
         self.address_space = connection.address_space
         self._connection = connection
-        self._leases = leases
+        #: The leases of the addresses at which bodies lie.
+        self.leases = leases
         self._timeout = request.timeout
         self._pool = request.options.memory_pool
         self._ring = None if request.device is None or self._pool is not None else request.device.ring
@@ -64,7 +64,7 @@ class Bodies:
         """Return the flatbuffer and the body of a message, ready for libarrow."""
         if self._connection.supports_rma and delivery.addresses is not None and not delivery.addresses.is_empty:
             return delivery.header, self._fetch(delivery)
-        return attach(delivery, self.address_space, self._leases, self.allocate)
+        return attach(delivery, self.address_space, self.leases, self.allocate)
 
     def buffers(self, delivery: Delivery) -> list[pa.Buffer]:
         """Return the buffers of a message one by one, without copying mapped memory.
@@ -77,21 +77,13 @@ class Bodies:
             return slice_buffers(header, parsed, body or b"")
         if placed.is_empty:
             if placed.leased:
-                self._leases.free(placed.leased)
+                self.leases.free(placed.leased)
             return [pa.py_buffer(b"")] * len(placed.lengths)
         if self._connection.supports_rma:
             return slice_buffers(header, parsed, self._fetch(delivery))
         located = self.address_space.locate(placed.addresses, placed.lengths)
-        whole = self.lease(located.memory, placed.leased)
+        whole = self.leases.lease(located.memory, placed.leased)
         return [whole.slice(offset, length) for offset, length in zip(located.offsets, placed.lengths, strict=True)]
-
-    def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
-        """Return mapped memory, or memory on a `device`, as a buffer. When it is collected, `addresses` are freed."""
-        return self._leases.lease(memory, addresses, device)
-
-    def free(self, addresses: Sequence[int]) -> None:
-        """Free addresses of a message that no array uses."""
-        self._leases.free(addresses)
 
     def allocate(self, length: int) -> pa.Buffer:
         """Allocate memory for a body.
@@ -111,7 +103,7 @@ class Bodies:
 
     def _fetch(self, delivery: Delivery) -> pa.Buffer:
         """Fetch the body from the server's memory, and free its addresses."""
-        self._leases.check_process()
+        self.leases.check_process()
         assert delivery.addresses is not None
         body_length = delivery.parsed.body_length
         offsets, lengths = extents_within(delivery.header, delivery.parsed, body_length)
@@ -119,5 +111,5 @@ class Bodies:
         self._connection.memory.fetch(
             fetch_ranges(delivery.addresses.addresses, lengths, offsets), packed, self._timeout
         )
-        self._leases.free(delivery.leased)
+        self.leases.free(delivery.leased)
         return packed

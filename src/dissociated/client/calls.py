@@ -8,22 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self, TypeVar
 
-import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.base.display import html
 from dissociated.base.host import boot_id
 from dissociated.client.endpoints import EndpointReader
-from dissociated.client.flight_connection import CatalogConnection, open_flight, read_flight
+from dissociated.client.flight_connection import CatalogConnection, open_flight
 from dissociated.client.idle import IdleConnections
 from dissociated.client.lookup import Lookup, caller_identity
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT, ReadRequest
 from dissociated.client.sql_database import SqlDatabase
-from dissociated.codec.options import ReadOptions, check_options
 from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.dataset_info import DatasetInfo, DatasetList
 from dissociated.control.flight_streams import parse_answer
@@ -53,7 +51,7 @@ class CatalogClient:
         CatalogError: The catalog cannot be reached, or refuses a call.
     """
 
-    _silence: ClassVar[float | None] = None  # see `CatalogConnection`
+    _keepalive_timeout: ClassVar[float | None] = None  # see `CatalogConnection`
 
     def __init__(
         self,
@@ -68,7 +66,7 @@ class CatalogClient:
     ) -> None:
         users = tuple(trusted_users)
         self._parameters = uri, timeout, token, tls_roots, users, max_metadata, trusted_files, max_parallel
-        self._calls = CatalogConnection(uri, timeout, token, tls_roots, self._silence)
+        self._calls = CatalogConnection(uri, timeout, token, tls_roots, self._keepalive_timeout)
         self._lookup = Lookup(self._calls)
         #: Default request of a read.
         self.defaults = ReadRequest(
@@ -84,7 +82,7 @@ class CatalogClient:
         if trusted_files:
             self._trust["shm"]["files"] = "allow"
 
-    @property
+    @cached_property
     def endpoints(self) -> EndpointReader:
         """Return the reader that opens the endpoints of this catalog's datasets."""
         return EndpointReader(partial(open_flight, self._calls), self._trust)
@@ -175,7 +173,7 @@ class CatalogClient:
         """
         records = self._ask("current", {"names": [*names]}, "current", dict)
         if not all(has_fields(record, CURRENT_FIELDS) for record in records.values()):
-            raise CatalogError(f"the server at {self.uri} answers to 'current' with something else")
+            raise CatalogError(f"the server at {self.uri} returned an unexpected answer to 'current'")
         return records
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
@@ -226,27 +224,6 @@ class CatalogClient:
             ```
         """
         self.do_action("forget", {"node": node})
-
-    def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
-        """Read the dataset of `ticket` over Flight's DoGet. It is slower than any transport, and always available.
-
-        Args:
-            ticket: The ticket.
-            options: Options of decoding. Options that libarrow applies, and the limit of depth, have an effect.
-
-        Raises:
-            OptionError: `options` has a memory_pool, which Flight does not support.
-            RemoteProtocolError: Metadata exceeds the client's `max_metadata`.
-            CatalogError, AccessDenied, DatasetNotFound, FormatError: The server refuses, or its answer is invalid.
-
-        Example:
-            ```python
-            info = client.describe("flights")
-            first = client.do_get(info.endpoints[0].ticket).read_all()
-            ```
-        """
-        request = replace(self.defaults, options=check_options(options, ReadOptions))
-        return read_flight(self._calls, ticket, request)
 
     def stage(self) -> StagePlace:
         """Return the place for a writer's segments, on this host if there is a node."""
@@ -384,7 +361,7 @@ class CatalogClient:
         try:
             return ServerStatus.parse(self.do_action("status", {}))
         except FormatError as error:
-            raise CatalogError(f"the catalog at {self.uri} answered with what cannot be read: {error}") from None
+            raise CatalogError(f"the catalog at {self.uri} sent an unreadable status: {error}") from None
 
     def close(self) -> None:
         """Close the connection to the catalog, idle connections to servers, and the database of `Client.sql`.
@@ -395,6 +372,12 @@ class CatalogClient:
         if self.defaults.idle is not None:
             self.defaults.idle.close()
         self._calls.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def call_flight(self, call: Callable[[flight.FlightClient], T]) -> T:
         """Return the result of `call`, which gets the Flight client.
@@ -426,7 +409,7 @@ class CatalogClient:
             has_fields(record, fields) and record.keys() >= fields.keys() and is_moment(record[moment])
             for record in records
         ):
-            raise CatalogError(f"the server at {self.uri} answers to {action!r} with something else")
+            raise CatalogError(f"the server at {self.uri} returned an unexpected answer to {action!r}")
         return records
 
     def _ask(self, action: str, body: Mapping[str, Any], key: str, kind: type[T]) -> T:

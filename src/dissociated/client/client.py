@@ -102,8 +102,7 @@ class Client(CatalogClient):
                 print(batch.num_rows)
             ```
         """
-        request = replace(
-            self.defaults,
+        request = self.defaults.updated(
             transport=transport,
             columns=columns,
             rows=rows,
@@ -113,7 +112,7 @@ class Client(CatalogClient):
             max_body=max_body,
             allow_rma=allow_rma,
         )
-        return self.endpoints.read(partial(self._lookup.describe, name, version, request.embed), request)
+        return self.endpoints.read(partial(self._lookup.describe, name, version, request.embed, reuse=True), request)
 
     read_async = asynchronous(read)
     """Open an `AsyncStreamReader` for `async for`. Arguments and errors are those of `read`.
@@ -429,9 +428,3 @@ class Client(CatalogClient):
             if span is not None:
                 span.set(rows=rows)
             return rows
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -34,11 +34,11 @@ from dissociated.uri import DEVICE, Uri
 
 _log = logging.getLogger(__name__)
 
-#: Seconds for which routes to a server that did not accept a connection are tried last.
-SILENCE = 60.0
+#: Seconds for which a server counts as unresponsive after it did not accept a connection: routes to it are tried last.
+UNRESPONSIVE_TIME = 60.0
 #: The servers that did not accept a connection in time, each with the time by `time.monotonic`. All clients of the
 #: process share them, since each task of Spark has a client of its own.
-_silent: dict[tuple[str, str, int | None, str], float] = {}
+_unresponsive: dict[tuple[str, str, int | None, str], float] = {}
 
 #: The streams that each connection carries, by the number of connections.
 _STREAMS = {1: (Streams.BOTH,), 2: (Streams.METADATA, Streams.BODIES)}
@@ -122,7 +122,7 @@ def _open_session(
 ) -> ClientSession:
     """Request the stream on these connections, which are closed if that fails.
 
-    If `idle` is given, it gets the connection when the stream is over.
+    If `idle` is given, it gets the connection when the stream has ended.
     """
     timeout = request.timeout
     takes_missed = announces(uris[0], MISSED_PARAMETER)
@@ -153,25 +153,26 @@ def _connect(uri: Uri, timeout: float, connect_timeout: float | None) -> Connect
     except DeadlineExceeded as error:
         if connect_timeout is None:
             raise
-        if not is_silent(uri):
-            _log.warning("server is tried last for a while: seconds=%g error=%s", SILENCE, error)
-        remember_silence(uri)
+        if not is_unresponsive(uri):
+            _log.warning("server is tried last for a while: seconds=%g error=%s", UNRESPONSIVE_TIME, error)
+        remember_unresponsive(uri)
         raise TransportError(str(error)) from None
-    _silent.pop(_server(uri), None)
+    _unresponsive.pop(_server(uri), None)
     return connection
 
 
-def remember_silence(uri: Uri) -> None:
+def remember_unresponsive(uri: Uri) -> None:
     """Record that the server at `uri` did not accept a connection in time."""
-    for server in [server for server, since in list(_silent.items()) if time.monotonic() - since >= SILENCE]:
-        _silent.pop(server, None)  # so that those of the last seconds alone take memory
-    _silent[_server(uri)] = time.monotonic()
+    now = time.monotonic()
+    for server in [server for server, since in list(_unresponsive.items()) if now - since >= UNRESPONSIVE_TIME]:
+        _unresponsive.pop(server, None)  # older entries have no effect, and would take memory
+    _unresponsive[_server(uri)] = now
 
 
-def is_silent(uri: Uri) -> bool:
-    """Return whether the server at `uri` did not accept a connection in the last `SILENCE` seconds."""
-    since = _silent.get(_server(uri))
-    return since is not None and time.monotonic() - since < SILENCE
+def is_unresponsive(uri: Uri) -> bool:
+    """Return whether the server at `uri` did not accept a connection in the last `UNRESPONSIVE_TIME` seconds."""
+    since = _unresponsive.get(_server(uri))
+    return since is not None and time.monotonic() - since < UNRESPONSIVE_TIME
 
 
 def _server(uri: Uri) -> tuple[str, str, int | None, str]:
@@ -179,4 +180,4 @@ def _server(uri: Uri) -> tuple[str, str, int | None, str]:
 
 
 def _refuse_body(tag: int | None, length: int) -> Buffer:
-    raise RemoteProtocolError(f"the server sent {length} bytes before it was asked for anything", rule="request-first")
+    raise RemoteProtocolError(f"the server sent {length} bytes before it got a request", rule="request-first")

@@ -562,7 +562,10 @@ class DatasetHandle(_Rows):
         if not self._reader.is_mapped(number):
             return None
         reader = self.read_part(number, lambda defaults: replace(defaults, keep_files=keep_files))
-        return reader if isinstance(reader, MappedReader) and reader.is_mapped else None
+        if isinstance(reader, MappedReader) and reader.is_mapped:
+            return reader
+        reader.close()
+        return None
 
 
 class _UnreadableFile(io.RawIOBase):

@@ -42,10 +42,10 @@ def place_on_device(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceM
         return mover.move(header, parsed, *_packed(delivery, body))
     if placed.is_empty:
         if placed.leased:
-            bodies.free(placed.leased)
+            bodies.leases.free(placed.leased)
         return DeviceMessage(relocate(header, parsed, [0] * len(placed.lengths), 0), parsed, pa.py_buffer(b""))
     located = bodies.address_space.locate(placed.addresses, placed.lengths)
-    whole = bodies.lease(located.memory, placed.leased, located.device)
+    whole = bodies.leases.lease(located.memory, placed.leased, located.device)
     if located.device is mover.device and not any(offset % 8 for offset in located.offsets):
         return _in_place(delivery, located, whole)
     if located.device not in (None, mover.device):

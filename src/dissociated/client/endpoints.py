@@ -16,18 +16,19 @@ import pyarrow as pa
 from dissociated.base import tracing
 from dissociated.base.display import utc
 from dissociated.base.exit import StreamThread
-from dissociated.client.connection import is_silent
+from dissociated.client.connection import is_unresponsive
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
-from dissociated.client.plan import Capabilities, PartPlan, ReadPlan, Route, plan, plan_part
-from dissociated.client.readahead import AheadReader
+from dissociated.client.plan import Capabilities, EmbeddedRows, PartPlan, ReadPlan, Route, plan, plan_part
+from dissociated.client.readahead import ReadaheadReader
 from dissociated.client.request import ReadRequest
+from dissociated.client.routes import device_routes, reachable_routes
 from dissociated.client.stream import TensorReader
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.control.locations import Endpoint, device_routes, flight_uris, locations, reachable_routes
+from dissociated.control.locations import Endpoint, flight_uris, locations
 from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
 from dissociated.memory.device.base import Device
 from dissociated.uri import Uri
@@ -45,6 +46,7 @@ C = TypeVar("C", bound=_Closeable)
 Describe: TypeAlias = Callable[[], DatasetInfo]
 
 _CLIENT_PARAMETERS = ("roots", "allow", "files")  # parameters of locations that only the connecting side may set
+_MAX_PLANS = 16  # plans that are kept
 _MAX_RETRIES = 10  # number of times that a dataset may be replaced between its look-up and its request
 
 
@@ -59,12 +61,24 @@ class EndpointReader:
     def __init__(self, open_flight: OpenFlight, trust: Mapping[str, Mapping[str, str]]) -> None:
         self._open_flight = open_flight
         self._trust = trust
+        #: The last plans for datasets whose rows came with their descriptions, the latest first.
+        self._plans: deque[tuple[DatasetInfo, ReadRequest, PartPlan]] = deque(maxlen=_MAX_PLANS)
 
     def read(self, describe: Describe, request: ReadRequest) -> pa.RecordBatchReader:
-        """Read the rows of all endpoints, in order, that `request` selects. `describe` looks the dataset up."""
+        """Read the rows of all endpoints, in order, that `request` selects. `describe` looks the dataset up.
+
+        If the rows come with the description, and `describe` returns the same object again, the plan is not made again.
+        """
 
         def open_parts(info: DatasetInfo) -> pa.RecordBatchReader:
+            # Expressions cannot be compared, and the caller can change a list of columns.
+            is_kept = traced.columns is None and not traced.selects_rows
+            for known_info, known_request, part in [*self._plans] if is_kept else ():
+                if known_info is info and known_request == traced:
+                    return self._open(part)
             planned = plan(traced, info, lambda endpoint: self._all_routes(info, endpoint, traced))
+            if is_kept and len(planned.parts) == 1 and planned.parts[0].is_embedded:
+                self._plans.appendleft((info, traced, planned.parts[0]))
             return self._chain(info, planned, _open_all(planned, self._open_counted))
 
         with _traced(request) as traced:
@@ -91,7 +105,7 @@ class EndpointReader:
             planned = plan(traced, info, lambda endpoint: self.routes(info, endpoint, traced, device))
             return _open_all(planned, lambda part: open_part_on_device(part, device, self._open_flight))
 
-        if not request.chooses_rows and request.rows is None:
+        if not request.selects_rows and request.rows is None:
             with _traced(request) as traced:
                 readers = _retry_if_replaced(describe, open_parts)
             if readers:
@@ -131,7 +145,9 @@ class EndpointReader:
         uris = [] if device is None else [[uri] for uri in device_routes(endpoint, scheme, device.identity)]
         if scheme != "grpc":
             uris += reachable_routes(info.name, endpoint, scheme, request.allow_rma)
-        trusted = [Route.of([self._with_trust(uri) for uri in route], any(map(is_silent, route))) for route in uris]
+        trusted = [
+            Route.of([self._with_trust(uri) for uri in route], any(map(is_unresponsive, route))) for route in uris
+        ]
         if any(not route.on_device for route in trusted):
             return trusted
         return [*trusted, self._by_flight(endpoint)]
@@ -142,7 +158,7 @@ class EndpointReader:
         The description is the only route if it has the rows.
         """
         if endpoint.embedded is not None and request.embed:
-            return [Route((), Capabilities(), endpoint.embedded)]
+            return [Route((), Capabilities(), EmbeddedRows.check(endpoint.embedded))]
         routes = self.routes(info, endpoint, request)
         excluded = request.transport is not None or not request.decompress or request.options.memory_pool is not None
         if excluded or not routes[-1].uris or not flight_uris(endpoint):
@@ -166,13 +182,15 @@ class EndpointReader:
         """Return a reader of all rows of these readers, up to the limit of the plan."""
         schema = planned.schema if planned.schema is not None else readers[0].schema
         if any((part.schema.names, part.schema.types) != (schema.names, schema.types) for part in readers):
-            raise CatalogError(f"the parts of {info.name!r} have not all the same columns")
+            for part in readers:
+                part.close()
+            raise CatalogError(f"the parts of {info.name!r} do not all have the same columns")
         if len(readers) == 1:
             (chained,) = readers
         else:
             # With a limit, the parts that follow may not be needed.
             max_parallel = _max_parallel(planned) if planned.limit is None else 1
-            chained = AheadReader(schema, [*map(batches, readers)], max_parallel)
+            chained = ReadaheadReader(schema, [*map(batches, readers)], max_parallel)
         return chained if planned.limit is None else filter_batches(chained, None, range(len(schema)), planned.limit)
 
     def _with_trust(self, uri: Uri) -> Uri:
@@ -283,7 +301,7 @@ class _Openings(Generic[C]):
                 try:
                     result = call()
                 except Exception as error:
-                    self._waiting.clear()  # nobody needs the others any more
+                    self._waiting.clear()  # no thread needs the other results
                     future.set_exception(error)
                 except BaseException:
                     future.set_exception(TransportError("the opening was interrupted"))

@@ -51,11 +51,11 @@ _RECONNECT = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_back
 #: Seconds after which a server that sends nothing during a call is asked whether it still answers. gRPC's servers
 #: disconnect clients that ask more often than every five minutes.
 _ASK_AFTER = 330.0
-_SILENCE = 20.0  # seconds, which is gRPC's default
+_KEEPALIVE_TIMEOUT = 20.0  # seconds, which is gRPC's default
 _MAX_MILLISECONDS = (1 << 31) - 1
 #: Bytes that a thread receives ahead of the reader of a Flight stream, so that the two take turns seldom if batches are
 #: small.
-_MAX_AHEAD = 1 << 20
+_READAHEAD = 1 << 20
 _CHUNK_SIZE = 1 << 10  # bytes of a message without its rows
 
 #: The text that gRPC puts before the reason why a server cannot be reached.
@@ -73,8 +73,8 @@ class CatalogConnection(ProcessBound):
         timeout: Seconds in which the catalog answers a call.
         token: Bearer token that is sent with each call.
         tls_roots: PEM file with the certificates to trust.
-        silence: Seconds for which the catalog's host may accept nothing before the connection counts as lost; by
-            default as long as a call may take, but no less than gRPC's 20 s.
+        keepalive_timeout: Seconds for which the catalog's host may accept nothing before the connection counts as lost;
+            by default as long as a call may take, but no less than gRPC's 20 s.
 
     Raises:
         UriError: `uri` is not the URI of a catalog.
@@ -87,7 +87,7 @@ class CatalogConnection(ProcessBound):
         timeout: float,
         token: str | None,
         tls_roots: str | os.PathLike[str] | None,
-        silence: float | None = None,
+        keepalive_timeout: float | None = None,
     ) -> None:
         if "://" not in uri or not Uri.parse(uri).scheme.startswith("grpc"):
             raise UriError(f"{uri!r} is not the URI of a catalog: give grpc://HOST:PORT")
@@ -96,7 +96,9 @@ class CatalogConnection(ProcessBound):
         roots = None if tls_roots is None else os.fspath(tls_roots)
         self._token, self._tls_roots = token, roots
         self._parameters = _client_options(None if token is None else check_token(token), roots)
-        self._parameters["generic_options"] += _lost_after(max(_SILENCE, timeout) if silence is None else silence)
+        if keepalive_timeout is None:
+            keepalive_timeout = max(_KEEPALIVE_TIMEOUT, timeout)
+        self._parameters["generic_options"] += _lost_after(keepalive_timeout)
         self._connection: Any = None
         self._closed = False
         #: The trace that calls belong to if their thread has no current span.
@@ -139,8 +141,8 @@ class CatalogConnection(ProcessBound):
                 raise CatalogUnreachable(self._passed_on(error)) from None
             if _is_untrusted(error):
                 raise AccessDenied(
-                    f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
-                    "(tls_roots says which certificates are)"
+                    f"the certificate of the catalog at {self.uri} is not trusted, or is for another host "
+                    "(tls_roots names the certificates to trust)"
                 ) from None
             last = "" if self._answered is None else f" It last answered at {utc(self._answered)}."
             raise CatalogUnreachable(
@@ -154,7 +156,7 @@ class CatalogConnection(ProcessBound):
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self.timeout:g} s") from None
         except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError) as error:
             if "middleware" not in self._parameters and isinstance(error, flight.FlightUnauthenticatedError):
-                raise AccessDenied(f"the catalog at {self.uri} asks for a token: connect(uri, token=...)") from None
+                raise AccessDenied(f"the catalog at {self.uri} requires a token: connect(uri, token=...)") from None
             raise AccessDenied(_server_message(error)) from None
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_server_message(error)) from None
@@ -162,11 +164,11 @@ class CatalogConnection(ProcessBound):
             reason = _server_message(error)
             message = f"the catalog at {self.uri} refused: {reason}"
             reported = reported_error(CatalogError, message, *parse_details(getattr(error, "extra_info", None)))
-            reported.peer_reason = reason  # A node that passes it on to its own client is no part of the story.
+            reported.peer_reason = reason  # for the client of a node that relays the call
             raise reported from None
 
     def _passed_on(self, error: Exception) -> str:
-        return f"the catalog at {self.uri} has no answer: {_server_message(error)}"
+        return f"the catalog at {self.uri} gave no answer: {_server_message(error)}"
 
     def close(self) -> None:
         """Close the connection. Streams that are open stay open."""
@@ -191,21 +193,24 @@ class CatalogConnection(ProcessBound):
         return self._connection
 
 
-def _lost_after(silence: float) -> list[tuple[str, int]]:
+def _lost_after(keepalive_timeout: float) -> list[tuple[str, int]]:
     """Return the options by which gRPC gives up a connection when the server's host acknowledges nothing.
 
-    gRPC passes the time of silence to the kernel as well, as TCP_USER_TIMEOUT. The kernel by itself repeats a packet
+    gRPC passes `keepalive_timeout` to the kernel as well, as TCP_USER_TIMEOUT. The kernel by itself repeats a packet
     ever more seldom, so a call would wait for up to its deadline after a broken link has been repaired. A process that
     is stopped or busy does not count as lost before `_ASK_AFTER`, because its kernel acknowledges, as long as the
     kernel has room for the data that this side sends. gRPC then waits a minute for its answer. But if the kernel has no
-    more room, a process that reads nothing for the time of silence counts as lost. So an upload needs a long time.
+    more room, a process that reads nothing for `keepalive_timeout` counts as lost. So an upload needs a long time.
     """
-    milliseconds = int(min(silence * 1000, _MAX_MILLISECONDS))
+    milliseconds = int(min(keepalive_timeout * 1000, _MAX_MILLISECONDS))
     return [
         ("grpc.keepalive_time_ms", int(_ASK_AFTER * 1000)),
         ("grpc.keepalive_timeout_ms", milliseconds),
         ("grpc.http2.max_pings_without_data", 0),  # a client sends nothing during a long stream
-        ("grpc.min_reconnect_backoff_ms", min(milliseconds, int(_SILENCE * 1000))),  # the deadline for connecting
+        (
+            "grpc.min_reconnect_backoff_ms",
+            min(milliseconds, int(_KEEPALIVE_TIMEOUT * 1000)),
+        ),  # the deadline for connecting
     ]
 
 
@@ -306,14 +311,14 @@ def read_flight(calls: CatalogConnection, ticket: bytes, request: ReadRequest) -
 def _check_metadata(size: int, request: ReadRequest) -> None:
     if size > request.max_metadata:
         raise RemoteProtocolError(
-            f"a message has {size} bytes of metadata; at most {request.max_metadata} are taken (max_metadata)"
+            f"a message has {size} bytes of metadata; at most {request.max_metadata} are accepted (max_metadata)"
         )
 
 
 class _FlightStream(ProcessBound):
     """A Flight stream: its schema, and then its batches.
 
-    A thread receives them, because the calls of pyarrow wait for a silent server for ever. Nobody waits for this
+    A thread receives them, because the calls of pyarrow wait for a silent server forever. Nobody waits for this
     stream longer than the timeout of the request.
     """
 
@@ -348,7 +353,7 @@ class _Download:
     """The thread that receives a Flight stream."""
 
     def __init__(self, calls: CatalogConnection, request: ReadRequest) -> None:
-        self.inbox: Mailbox[Any] = Mailbox(_MAX_AHEAD)
+        self.inbox: Mailbox[Any] = Mailbox(_READAHEAD)
         self._calls = calls
         self._request = request
         self._reader: Any = None
@@ -373,7 +378,8 @@ class _Download:
         size: int = 0 if chunk.data is None else chunk.data.get_total_buffer_size()
         if size > self._request.max_body:
             raise RemoteProtocolError(
-                f"a record batch has {size} bytes in its buffers; at most {self._request.max_body} are taken (max_body)"
+                f"a record batch has {size} bytes in its buffers; at most {self._request.max_body} are accepted "
+                "(max_body)"
             )
         return size
 

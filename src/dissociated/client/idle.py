@@ -42,14 +42,14 @@ class IdleConnections(ProcessBound):
         self._close_surplus(lambda entry: entry.since < time.monotonic() - MAX_AGE)
         for entry in reversed(self._of(uri)):
             if self._remove(entry):
-                if _is_silent(entry.connection):
+                if _has_no_input(entry.connection):
                     return entry.connection
                 entry.connection.close()
         return None
 
     def put(self, uri: Uri, connection: Connection) -> None:
         """Keep a connection whose stream has ended, or close it. Never raises."""
-        if self.is_inherited or not connection.is_reusable or not _is_silent(connection):
+        if self.is_inherited or not connection.is_reusable or not _has_no_input(connection):
             connection.close()
             return
         connection.end_stream()
@@ -67,7 +67,7 @@ class IdleConnections(ProcessBound):
             self._finalizer()
 
     def after_fork_in_child(self) -> None:
-        """Forget the connections, which belong to the parent."""
+        """Discard the connections, which belong to the parent."""
         self._idle.clear()
 
     def _of(self, uri: Uri) -> list[_IdleConnection]:
@@ -87,7 +87,7 @@ class IdleConnections(ProcessBound):
         return True
 
 
-def _is_silent(connection: Connection) -> bool:
+def _has_no_input(connection: Connection) -> bool:
     """Return whether the peer has sent nothing, and has not closed the connection."""
     with suppress(DissociatedError, OSError, ValueError):
         return not connection.arrived()

@@ -59,7 +59,7 @@ def _stream(version: VersionReader) -> pl.LazyFrame:
         )
         remaining = rows
         for frame in map(pl.DataFrame, version.read(request)):
-            if predicate is not None:  # rows are left out by then only as far as that costs nothing
+            if predicate is not None:  # rows that were cheap to skip are left out already
                 frame = frame.filter(predicate)
             if remaining is not None:
                 frame = frame.head(remaining)

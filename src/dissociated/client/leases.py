@@ -122,7 +122,7 @@ class ClientLeases(ProcessBound):
 
     def _start(self) -> None:
         thread = StreamThread(self, self._run, (), "give back")
-        with interrupts_held():  # otherwise a thread might be started and not known, or known and not started
+        with interrupts_held():  # else a thread might be started and not recorded, or recorded and not started
             thread.start()
             self._thread = thread
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +25,8 @@ from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound
 
 _ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")  # a byte that is not UTF-8, as `descriptor_name` escapes it
 _OUR_ACTION = "committed"
+_MAX_ANSWERS = 16  # answers that are kept
+_MAX_ANSWER = 1 << 17  # bytes of an answer that is kept
 
 
 class Lookup:
@@ -30,6 +34,8 @@ class Lookup:
 
     def __init__(self, calls: CatalogConnection) -> None:
         self._calls = calls
+        #: The last answers to look-ups for reading, the latest first, with their descriptions.
+        self._answers: deque[tuple[Any, DatasetInfo]] = deque(maxlen=_MAX_ANSWERS)
 
     def list(self, prefix: str, tags: Mapping[str, str]) -> DatasetList:
         """List datasets. See `CatalogClient.list`."""
@@ -72,17 +78,18 @@ class Lookup:
             return False
         return any(action.type == _OUR_ACTION for action in actions)
 
-    def describe(self, name: str, version: int | None, embed: int = 0) -> DatasetInfo:
+    def describe(self, name: str, version: int | None, embed: int = 0, reuse: bool = False) -> DatasetInfo:
         """Describe a dataset. See `CatalogClient.describe`.
 
-        If all of its rows fit into `embed` bytes, the catalog may send them with the answer.
+        Args:
+            name: See `CatalogClient.describe`.
+            version: See `CatalogClient.describe`.
+            embed: If all rows of the dataset fit into this number of bytes, the catalog may send them with its answer.
+            reuse: Return the same object as before if the catalog answers the same as before. It must not be changed.
         """
-        command = {"name": name, **caller_identity(), **({} if version is None else {"version": version})}
-        if embed:
-            command["embed"] = embed
-        descriptor = flight.FlightDescriptor.for_command(json.dumps(command))
+        descriptor = _descriptor(name, version, embed, host_name(), boot_id())
         try:
-            info = self._get_flight_info(descriptor, name)
+            info = self._get_flight_info(descriptor, name, reuse)
         except CatalogUnreachable as error:
             raise CatalogUnreachable(f"{name!r} cannot be looked up: {error}") from None
         except CatalogError as error:
@@ -90,13 +97,13 @@ class Lookup:
         else:
             if info.version:
                 return info
-            refused = DatasetNotFound(f"the server at {self._calls.uri} knows no dataset {name!r}")
+            refused = DatasetNotFound(f"the server at {self._calls.uri} has no dataset {name!r}")
             if version is not None:  # the answer may be for any version
-                raise CatalogError(f"the server at {self._calls.uri} knows no versions: leave out {version=}")
+                raise CatalogError(f"the server at {self._calls.uri} has no versions: leave out {version=}")
         if version is None:
             return self._describe_plainly(name, refused)
         if not self._is_ours():  # the server may quote the JSON command as an unknown name
-            raise type(refused)(f"the server at {self._calls.uri} knows no version {version} of {name!r}")
+            raise type(refused)(f"the server at {self._calls.uri} has no version {version} of {name!r}")
         raise refused
 
     def _describe_plainly(self, name: str, refused: CatalogError) -> DatasetInfo:
@@ -119,13 +126,21 @@ class Lookup:
                     return info
                 raise refused  # a server of this library: the plain descriptor stands for another dataset there
         if unknown is not None and not self._is_ours():
-            raise DatasetNotFound(f"the server at {self._calls.uri} knows no dataset {name!r} ({unknown})")
+            raise DatasetNotFound(f"the server at {self._calls.uri} has no dataset {name!r} ({unknown})")
         raise unknown or refused
 
-    def _get_flight_info(self, descriptor: Any, name: str) -> DatasetInfo:
+    def _get_flight_info(self, descriptor: Any, name: str, reuse: bool = False) -> DatasetInfo:
         options = self._calls.call_options()
-        info = self._calls.call(lambda client: client.get_flight_info(descriptor, options))
-        return self._parse(info, name, descriptor)
+        answer = self._calls.call(lambda client: client.get_flight_info(descriptor, options))
+        if not reuse:
+            return self._parse(answer, name, descriptor)
+        for earlier_answer, info in [*self._answers]:
+            if earlier_answer == answer and info.name == name:
+                return info
+        info = self._parse(answer, name, descriptor)
+        if info.version and len(answer.serialize()) <= _MAX_ANSWER:
+            self._answers.appendleft((answer, info))
+        return info
 
     def _parse(self, info: Any, name: str, descriptor: Any = None) -> DatasetInfo:
         """Parse a description of the dataset `name`. With the `descriptor`, a missing schema can be requested."""
@@ -138,7 +153,7 @@ class Lookup:
             return DatasetInfo.parse(info, check_field_names(schema), name)
         except (pa.ArrowException, ValueError, OSError) as error:
             raise CatalogError(
-                f"the server at {self._calls.uri} tells of columns of {name!r} that cannot be read: {error}"
+                f"the server at {self._calls.uri} sent an unreadable schema for {name!r}: {error}"
             ) from None
 
     def _get_schema(self, descriptor: Any, name: str) -> pa.Schema:
@@ -152,6 +167,14 @@ class Lookup:
                 f"the server at {self._calls.uri} does not say what columns {name!r} has: its FlightInfo has no "
                 f"schema, and GetSchema failed ({error})"
             ) from None
+
+
+@lru_cache(64)
+def _descriptor(name: str, version: int | None, embed: int, host: str, boot: str) -> Any:
+    command = {"name": name, "host": host, "boot_id": boot, **({} if version is None else {"version": version})}
+    if embed:
+        command["embed"] = embed
+    return flight.FlightDescriptor.for_command(json.dumps(command))
 
 
 def _plain_descriptors(name: str) -> Sequence[Any]:

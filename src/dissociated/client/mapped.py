@@ -121,11 +121,11 @@ class MappedVersion:
             return self._scan(passing, whole, rows, needed, selected)
         rows = rows.at_columns([needed.index(index) for index in rows.columns])
         columns = [needed.index(index) for index in selected]
-        return filter_batches(self._reader(passing, needed), rows.mask, columns, request.limit, at_hand=True)
+        return filter_batches(self._reader(passing, needed), rows.mask, columns, request.limit, never_blocks=True)
 
     def table(self, request: ReadRequest) -> pa.Table:
         """Return the columns and rows that `request` selects as a table. Errors are those of `Client.read`."""
-        if request.chooses_rows:
+        if request.selects_rows:
             return self.select(request).read_all()
         return self._table(self._numbers, self._selected_columns(request))
 

@@ -10,8 +10,8 @@ from typing import TypeAlias, TypeVar
 
 import pyarrow as pa
 
-from dissociated.client.connection import is_silent, request_stream
-from dissociated.client.plan import PartPlan, Step
+from dissociated.client.connection import is_unresponsive, request_stream
+from dissociated.client.plan import EmbeddedRows, PartPlan, Step
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import ClientStream, TensorReader
 from dissociated.codec.columns import select_columns
@@ -26,14 +26,12 @@ from dissociated.errors import (
     Failure,
     FilterRefused,
     ForkedError,
-    FormatError,
     OptionError,
     RemoteProtocolError,
     TransportError,
     WrongKind,
 )
-from dissociated.format.encapsulated import encapsulate, walk
-from dissociated.format.message import is_compressed
+from dissociated.format.encapsulated import encapsulate
 from dissociated.memory.device.base import Device
 from dissociated.memory.remote import parse_spans
 
@@ -52,7 +50,9 @@ def open_part(part: PartPlan, open_flight: OpenFlight | None = None) -> pa.Recor
         part: The plan.
         open_flight: Opens the part over Flight if a route leads there.
     """
-    part = part.tried_last(is_silent)  # another part of the plan may have found that a server is silent
+    if part.is_embedded:
+        return _open(part, open_flight, part.steps[0])
+    part = part.tried_last(is_unresponsive)  # found out by another part of the plan
     return _first(part, partial(_open, part, open_flight))
 
 
@@ -62,7 +62,7 @@ def open_part_on_device(part: PartPlan, device: Device, open_flight: OpenFlight 
     Raises:
         DeviceError: The part cannot be opened in place, and there is no other route.
     """
-    part = part.tried_last(is_silent)
+    part = part.tried_last(is_unresponsive)
     refused: TransportError | DeviceError = DeviceError(
         "only whole columns and batches can be read where they lie on a device: take another location"
     )
@@ -87,7 +87,7 @@ def open_part_on_device(part: PartPlan, device: Device, open_flight: OpenFlight 
 
 def open_part_tensors(part: PartPlan) -> TensorReader:
     """Open the tensors of a part by the first route that works."""
-    part = part.tried_last(is_silent)
+    part = part.tried_last(is_unresponsive)
 
     def open_tensors(step: Step) -> TensorReader:
         return request_stream(step.route.uris, part.identifier(step), part.request, step.connect_timeout).tensors()
@@ -119,7 +119,7 @@ def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
         except (CatalogError, DeadlineExceeded) as error:
             if not step.route.is_flight:
                 raise
-            if waiting:  # servers that did not answer lately are left
+            if waiting:  # only unresponsive servers remain
                 failure = failure or Failure.of(error)
             elif failure is None or isinstance(error, DeadlineExceeded):
                 raise
@@ -151,7 +151,7 @@ def _open_in_place(part: PartPlan, device: Device, step: Step) -> DeviceReader:
     stream, fields = _request(part, step)
     with _closed_on_error(stream):
         if fields is not None:
-            raise DeviceError("the server has not left out the columns that are not wanted")
+            raise DeviceError("the server sent columns that were not requested")
         return stream.map_on_device(device, parse_spans(step.route.uris[-1]))
 
 
@@ -164,18 +164,13 @@ def _open_over_flight(part: PartPlan, open_flight: OpenFlight | None, step: Step
     return reader if fields is None else select_columns(reader, fields)
 
 
-def _open_embedded(part: PartPlan, step: Step, stream: bytes) -> pa.RecordBatchReader:
-    """Open the rows that a catalog has sent with its description."""
-    try:
-        headers = [message.header for message in walk(memoryview(stream))]
-    except FormatError as error:
-        raise RemoteProtocolError(f"the catalog sent rows that cannot be read: {error}") from None
-    if not headers or any(map(is_compressed, headers)):
-        raise RemoteProtocolError("the catalog sent rows with no schema, or compressed")
+def _open_embedded(part: PartPlan, step: Step, rows: EmbeddedRows) -> pa.RecordBatchReader:
     is_whole = step.residual.columns is None
-    fields = None if is_whole else step.residual.positions(read_schema(headers[0], RemoteProtocolError).names)
-    place = StreamPlace(pa.BufferReader(stream), (), ())
-    return _select(MappedReader(encapsulate(headers[0]), place, part.request.options.with_fields(fields or ())), fields)
+    fields = None if is_whole else step.residual.positions(read_schema(rows.schema, RemoteProtocolError).names)
+    # The plan may be used again. Readers share no memory, because other libraries can write to arrays through DLPack.
+    place = StreamPlace(pa.BufferReader(memoryview(rows.stream).tobytes()), (), ())
+    options = part.request.options.with_fields(fields or ())
+    return _select(MappedReader(encapsulate(rows.schema), place, options), fields)
 
 
 def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import pyarrow as pa
 
@@ -18,7 +18,9 @@ from dissociated.codec.columns import filter_batches, select_fields, slice_batch
 from dissociated.codec.inplace import MappedReader
 from dissociated.control.dataset_info import DatasetInfo
 from dissociated.control.locations import Endpoint
-from dissociated.errors import CatalogError, RemoteProtocolError
+from dissociated.errors import CatalogError, FormatError, RemoteProtocolError
+from dissociated.format.encapsulated import walk
+from dissociated.format.message import is_compressed
 from dissociated.protocol.request import (
     FILTER_PARAMETER,
     REQUEST_PARAMETER,
@@ -34,8 +36,8 @@ from dissociated.uri import DEVICE, Uri
 if TYPE_CHECKING:
     from dissociated.codec.filter.row_filter import RowFilter
 
-#: Seconds to wait for a connection before the next route is tried. The last route has the timeout of the request, but
-#: not if it is last because its server did not answer lately.
+#: Seconds to wait for a connection before the next route is tried. The last route has the timeout of the request,
+#: unless it is last only because its server is unresponsive.
 CONNECT_TIMEOUT = 3.0
 
 
@@ -68,22 +70,41 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
+class EmbeddedRows:
+    """All rows of a part, which came with its description: an IPC `stream`, and the flatbuffer of its `schema`."""
+
+    schema: bytes
+    stream: bytes = field(repr=False)
+
+    @classmethod
+    def check(cls, stream: bytes) -> Self:
+        """Return the rows in `stream`. Raise RemoteProtocolError if it has no schema, is cut off, or is compressed."""
+        try:
+            headers = [message.header for message in walk(memoryview(stream))]
+        except FormatError as error:
+            raise RemoteProtocolError(f"the catalog sent unreadable rows: {error}") from None
+        if not headers or any(map(is_compressed, headers)):
+            raise RemoteProtocolError("the catalog sent rows with no schema, or compressed")
+        return cls(headers[0], stream)
+
+
+@dataclass(frozen=True)
 class Route:
     """A way to a part: `uris` has one URI, or a URI for metadata and a URI for bodies. It is empty for Flight.
 
-    It is also empty if the rows are `embedded` in the description of the part. `is_silent` says whether the server did
-    not answer lately: the other routes are tried first.
+    It is also empty if the rows are `embedded` in the description of the part. `is_unresponsive` says whether the
+    server has not accepted a connection lately: the other routes are tried first.
     """
 
     uris: tuple[Uri, ...]
     server: Capabilities
-    embedded: bytes | None = None
-    is_silent: bool = False
+    embedded: EmbeddedRows | None = None
+    is_unresponsive: bool = False
 
     @classmethod
-    def of(cls, uris: Sequence[Uri], is_silent: bool = False) -> Route:
+    def of(cls, uris: Sequence[Uri], is_unresponsive: bool = False) -> Route:
         """Return the route through the server at these URIs."""
-        return cls(tuple(uris), Capabilities.of(uris), is_silent=is_silent)
+        return cls(tuple(uris), Capabilities.of(uris), is_unresponsive=is_unresponsive)
 
     @classmethod
     def by_flight(cls, uris: Sequence[Uri]) -> Route:
@@ -108,7 +129,7 @@ class Route:
     @property
     def is_mapped(self) -> bool:
         """Return whether bodies are mapped into this process."""
-        return any(uri.scheme == "shm" for uri in self.uris)
+        return any(transport(uri.scheme).shares_memory for uri in self.uris)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +185,7 @@ class Residual:
         """
         if self.expected is not None and tuple(reader.schema.names) != self.expected:
             raise RemoteProtocolError("the stream has other columns than its dataset was said to have")
-        at_hand = isinstance(reader, MappedReader)
+        never_blocks = isinstance(reader, MappedReader)
         if self.batches is not None:
             reader = slice_batches(reader, *self.batches)
         if self.rows is not None:
@@ -175,12 +196,12 @@ class Residual:
         # leaves these out, too.
         mask_of = None if self.filter is None else row_filter(self.filter, reader.schema).mask
         result = (self.result or Selection()).indices(reader.schema.names)
-        return filter_batches(reader, mask_of, result, self.limit, at_hand=at_hand)
+        return filter_batches(reader, mask_of, result, self.limit, never_blocks=never_blocks)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A route to a part with its division of labor.
+    """A route to a part with its division of labour.
 
     Attributes:
         route: The route.
@@ -206,7 +227,7 @@ class PartPlan:
         request: The request for the part. Its `rows` are counted from the first row of the part.
         steps: The routes to try, in order.
         in_place: The routes to try before `steps`, if the part is read onto a device and already lies there.
-        in_place_last: The routes of this kind to try after `steps`, since their servers did not answer lately.
+        in_place_last: The routes of this kind to try after `steps`, since their servers are unresponsive.
         bound_filter: The filter of the request, if there is one and the schema of the dataset is known.
     """
 
@@ -217,11 +238,16 @@ class PartPlan:
     in_place_last: tuple[Step, ...] = ()
     bound_filter: BoundFilter | None = None
 
+    @property
+    def is_embedded(self) -> bool:
+        """Return whether the description of the part has its rows, so that there is a single step."""
+        return bool(self.steps) and self.steps[0].route.embedded is not None
+
     def identifier(self, step: Step) -> bytes:
-        """Return the identifier of a step, with the members that select nothing, as far as the server takes them."""
+        """Return the identifier of a step, with the members that select nothing, if the server supports them."""
         server, traceparent = step.route.server, self.request.traceparent
         members: dict[str, Any] = {}
-        if server.selects and self.request.ahead:
+        if server.selects and self.request.reads_others_first:
             members["ahead"] = True
         if server.traces and traceparent is not None:
             members["traceparent"] = traceparent
@@ -247,10 +273,10 @@ class PartPlan:
             return None
         return _plan_part(self.request.without_columns(), None, self.endpoint, routes)
 
-    def tried_last(self, is_silent: Callable[[Uri], bool]) -> PartPlan:
-        """Return this plan, with routes last whose server `is_silent` by now."""
+    def tried_last(self, is_unresponsive: Callable[[Uri], bool]) -> PartPlan:
+        """Return this plan, in which routes to servers that have become unresponsive come last."""
         steps = (*self.in_place, *self.steps, *self.in_place_last)
-        routes = [replace(step.route, is_silent=any(map(is_silent, step.route.uris))) for step in steps]
+        routes = [replace(step.route, is_unresponsive=any(map(is_unresponsive, step.route.uris))) for step in steps]
         if routes == [step.route for step in steps]:
             return self
         return _plan_part(self.request, self.bound_filter, self.endpoint, routes)
@@ -292,7 +318,10 @@ def plan(request: ReadRequest, info: DatasetInfo, routes_to: Callable[[Endpoint]
     bound_filter = _bind(request, info.schema)
     parts = tuple(
         _plan_part(
-            replace(part_request, ahead=True) if number else part_request, bound_filter, endpoint, routes_to(endpoint)
+            replace(part_request, reads_others_first=True) if number else part_request,
+            bound_filter,
+            endpoint,
+            routes_to(endpoint),
         )
         for number, (endpoint, part_request) in enumerate(_parts_with_rows(info, request))
     )
@@ -315,14 +344,16 @@ def plan_part(request: ReadRequest, schema: pa.Schema | None, endpoint: Endpoint
 def _plan_part(
     request: ReadRequest, bound_filter: BoundFilter | None, endpoint: Endpoint, routes: Sequence[Route]
 ) -> PartPlan:
-    routes = sorted(routes, key=lambda route: route.is_silent)
+    routes = sorted(routes, key=lambda route: route.is_unresponsive)
     steps = [_plan_step(request, bound_filter, route, endpoint) for route in routes]
     if request.device is None:
         return PartPlan(endpoint, request, _with_deadlines(steps, request), bound_filter=bound_filter)
     to_host = [step for step in steps if not step.route.on_device]
     on_device = [step for step in steps if step.route.on_device and step.residual.keeps_batches]
-    in_place_last = [step for step in on_device if to_host and step.route.is_silent > to_host[0].route.is_silent]
-    in_place = on_device[: len(on_device) - len(in_place_last)]  # the silent routes are the last
+    in_place_last = [
+        step for step in on_device if to_host and step.route.is_unresponsive > to_host[0].route.is_unresponsive
+    ]
+    in_place = on_device[: len(on_device) - len(in_place_last)]  # unresponsive servers come last
     before = _with_deadlines([*in_place, *to_host], request)[: len(in_place)]
     after = _with_deadlines([*to_host, *in_place_last], request)[len(to_host) :]
     return PartPlan(endpoint, request, _with_deadlines(to_host, request), before, after, bound_filter)
@@ -334,7 +365,7 @@ def _with_deadlines(steps: Sequence[Step], request: ReadRequest) -> tuple[Step, 
         return tuple(steps)
     return tuple(
         replace(step, connect_timeout=CONNECT_TIMEOUT)
-        if step is not steps[-1] or step.route.is_silent > steps[0].route.is_silent
+        if step is not steps[-1] or step.route.is_unresponsive > steps[0].route.is_unresponsive
         else step
         for step in steps
     )

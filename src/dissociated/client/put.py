@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 from pyarrow.flight import FlightDescriptor
 
 from dissociated.client.calls import CatalogClient
+from dissociated.client.staging import staged_file
 from dissociated.codec.columns import values_size
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
@@ -87,11 +88,14 @@ class Put:
 
     def _write_and_commit(self, client: CatalogClient, stage: StagePlace) -> int:
         segment = StagedSegment(f"{self.commit.key}-0.arrows", stage.node)
-        with ExitStack() as stack:
-            reserve = stack.enter_context(closing(client.with_uri(stage.flight))).reserve if stage.limited else None
-            rows = self.write_segment(stage, segment.name, reserve)
+        validator = Validator(self.schema)
+        with staged_file(stage, segment.name, client.with_uri) as (path, reserve):
+            reserve_all = None if reserve is None else self._reserve_all(reserve)
+            with SegmentWriter(path, self.schema, reserve=reserve_all) as writer:
+                for batch, metadata in self.pairs():
+                    writer.write_batch(validator.check(batch), metadata)
         client.commit(replace(self.commit, segments=[segment], schema=self.schema))
-        return rows
+        return writer.rows
 
     def _was_published(self, client: CatalogClient, error: BaseException) -> bool:
         """Return whether a put that ended with `error` was published. If False, it never will be.
@@ -132,17 +136,6 @@ class Put:
         if not isinstance(answer.get("rows"), int):
             raise CatalogError("the server read the whole stream, and does not say how many rows it published")
         return int(answer["rows"])
-
-    def write_segment(self, place: StagePlace, segment: str, reserve: Reserve | None) -> int:
-        """Write the data as a segment into the stage of a node on this host. Return the number of rows."""
-        validator = Validator(self.schema)
-        with ExitStack() as stack:
-            path = stack.enter_context(place.open()) / segment
-            reserve_all = None if reserve is None else self._reserve_all(reserve)
-            writer = stack.enter_context(SegmentWriter(path, self.schema, reserve=reserve_all))
-            for batch, metadata in self.pairs():
-                writer.write_batch(validator.check(batch), metadata)
-        return writer.rows
 
     def _reserve_all(self, reserve: Reserve) -> Reserve:
         """Return a `reserve` that first requests the room for all data."""

@@ -23,16 +23,16 @@ Pairs: TypeAlias = Generator[BatchAndMetadata, None, None]
 _NO_TIMEOUT = 1e6  # seconds; each part has a timeout of its own
 
 
-class AheadReader(BatchReader):
+class ReadaheadReader(BatchReader):
     """A reader of all batches of `parts`, in order. While a part is read, up to `max_parallel` - 1 others are received.
 
     Reading ahead begins when the second batch is requested.
     """
 
     def __init__(self, schema: pa.Schema, parts: Sequence[Pairs], max_parallel: int) -> None:
-        ahead = min(max_parallel, len(parts)) - 1
-        self._parts = [_Part(pairs, MAX_BYTES // max(ahead, 1)) for pairs in parts]
-        super().__init__(schema, _in_order(self._parts, ahead))
+        other_parts = min(max_parallel, len(parts)) - 1
+        self._parts = [_Part(pairs, MAX_BYTES // max(other_parts, 1)) for pairs in parts]
+        super().__init__(schema, _in_order(self._parts, other_parts))
 
     def read_all(self) -> pa.Table:
         """Return all remaining batches as one table."""
@@ -47,7 +47,7 @@ class AheadReader(BatchReader):
 
 
 class _Part(ProcessBound):
-    """A part. After `receive_ahead`, a thread receives it. Without that, `batches` reads it directly."""
+    """A part. After `start_receiving`, a thread receives it. Without that, `batches` reads it directly."""
 
     def __init__(self, pairs: Pairs, max_bytes: int) -> None:
         self.inbox: Mailbox[BatchAndMetadata] = Mailbox(max_bytes)
@@ -55,7 +55,7 @@ class _Part(ProcessBound):
         self._received = False
         self.bind_to_process()
 
-    def receive_ahead(self) -> None:
+    def start_receiving(self) -> None:
         """Start to receive the part, if the system has a thread for it."""
         if not self._received:
             with suppress(TransportError):
@@ -86,14 +86,14 @@ class _Part(ProcessBound):
             self._pairs.close()
 
 
-def _in_order(parts: list[_Part], ahead: int) -> Iterator[BatchAndMetadata]:
+def _in_order(parts: list[_Part], other_parts: int) -> Iterator[BatchAndMetadata]:
     try:
         for number, part in enumerate(parts):
-            following = parts[number + 1 : number + 1 + ahead]
+            following = parts[number + 1 : number + 1 + other_parts]
             for pair in part.batches():
                 yield pair
                 while following:
-                    following.pop(0).receive_ahead()
+                    following.pop(0).start_receiving()
     finally:
         for part in parts:
             part.stop()

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.idle import IdleConnections
-from dissociated.codec.options import ReadOptions
+from dissociated.codec.options import ReadOptions, check_options
 from dissociated.control.locations import MAX_EMBEDDED
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
@@ -23,6 +23,7 @@ from dissociated.transport.base import check_timeout
 TIMEOUT = 60.0
 #: Parts of a dataset that are opened at once.
 MAX_PARALLEL = 16
+_DEFAULT_OPTIONS = check_options(None, ReadOptions)
 
 
 class Filtering(Enum):
@@ -52,7 +53,7 @@ class ReadRequest:
         spaces: A list to which the address space of each connection is added. Bodies may lie in these spaces.
         idle: Keeps connections for the next requests. None: each stream has a connection of its own.
         max_parallel: Largest number of parts of a dataset that are opened at once.
-        ahead: Whether other parts of the dataset are read first.
+        reads_others_first: Whether other parts of the dataset are read first.
         traceparent: Trace context that servers get, if they trace.
 
     Raises:
@@ -67,7 +68,7 @@ class ReadRequest:
     filter: Any = None
     filtering: Filtering = Filtering.EXACT
     limit: int | None = None
-    options: ReadOptions = field(default_factory=ReadOptions)
+    options: ReadOptions = _DEFAULT_OPTIONS
     timeout: float = TIMEOUT
     max_body: int = MAX_BODY
     max_metadata: int = MAX_METADATA
@@ -77,7 +78,7 @@ class ReadRequest:
     keep_files: bool = False
     spaces: list[AddressSpace] | None = None
     max_parallel: int = MAX_PARALLEL
-    ahead: bool = False
+    reads_others_first: bool = False
     idle: IdleConnections | None = field(default=None, compare=False)
     traceparent: str | None = None
 
@@ -101,16 +102,22 @@ class ReadRequest:
             raise OptionError(f"max_parallel is a number of parts, 1 or more, not {self.max_parallel!r}")
         check_decompress(self.decompress, self.device)
 
+    def updated(self, **values: Any) -> Self:
+        """Return this request with these values: the same object if it has all of them already."""
+        changes = {name: value for name, value in values.items() if value is not getattr(self, name)}
+        return replace(self, **changes) if changes else self
+
     @property
-    def chooses_rows(self) -> bool:
+    def selects_rows(self) -> bool:
         """Return whether a filter or a limit selects rows."""
         return self.filter is not None or self.limit is not None
 
     @property
     def embed(self) -> int:
-        """Return the size in bytes up to which all rows of a dataset may come with its description; 0 if they may not.
+        """Return the size in bytes up to which all rows of a dataset may come with its description.
 
-        They may not if the caller chooses a transport, or where the rows are placed, or accepts smaller messages only.
+        It is 0 if the caller chose a transport, a device or a memory pool, or limits messages to less than
+        MAX_EMBEDDED.
         """
         is_free = self.transport is None and self.device is None and self.options.memory_pool is None
         return MAX_EMBEDDED if is_free and min(self.max_body, self.max_metadata) >= MAX_EMBEDDED else 0

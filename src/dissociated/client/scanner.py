@@ -136,8 +136,8 @@ class Scanner:
         try:
             return table.take(indices)
         except pa.ArrowIndexError:
-            positions = indices if isinstance(indices, pa.Array | pa.ChunkedArray) else pa.array(indices)
-            outside = next(at for at in positions.to_pylist() if at is not None and not 0 <= at < table.num_rows)
+            requested = indices if isinstance(indices, pa.Array | pa.ChunkedArray) else pa.array(indices)
+            outside = next(at for at in requested.to_pylist() if at is not None and not 0 <= at < table.num_rows)
             raise OptionError(
                 f"there is no row {outside}: the selection has {plural(table.num_rows, 'row')}, counted from 0"
             ) from None

@@ -115,13 +115,13 @@ class ClientSession(ProcessBound):
         try:
             for connection in self._connections[:-1]:
                 connection.close(self._reason)
-            if stopped and self.bodies.address_space.live and len(self._connections) == 1:
+            if stopped and self.bodies.address_space.has_live_memory and len(self._connections) == 1:
                 self._discard(self._connections[0])
         finally:  # also after Ctrl-C, because this ends the thread that frees leases
             self._leases.finish(stopped, self._reason)
 
     def receive_onto(self, device: Device) -> bool:
-        """Receive bodies that need no decoding into memory of this device, until `bodies` are told otherwise.
+        """Receive bodies that need no decoding into memory of this device, until `bodies` changes that.
 
         Returns:
             False if the connection cannot do that.
@@ -150,8 +150,8 @@ class ClientSession(ProcessBound):
         self._check_size(item.largest_body)
         if not self._decompress and any(is_compressed(message.header) for message in item.expand()):
             raise DeviceError(
-                "a body is compressed, and decompress=False has it refused: leave that out, and it is decompressed on "
-                "the host, or publish the dataset without a codec"
+                "a body is compressed, which decompress=False refuses: leave that option out to have bodies "
+                "decompressed on the host, or publish the dataset without a codec"
             )
         self._leases.expect(item.lease_count)
         return item
@@ -159,7 +159,7 @@ class ClientSession(ProcessBound):
     def _check_size(self, length: int) -> None:
         if length > self.max_body:
             raise RemoteProtocolError(
-                f"a body has {length} bytes; at most {self.max_body} are taken (max_body)", rule="frame-length"
+                f"a body has {length} bytes; at most {self.max_body} are accepted (max_body)", rule="frame-length"
             )
 
     def _allocate(self, tag: int | None, length: int) -> Buffer:
@@ -179,7 +179,7 @@ class ClientSession(ProcessBound):
         return None if announcement is None or not is_movable(*announcement) else self.bodies.allocate_on_device(length)
 
     def _discard(self, connection: Connection) -> None:
-        """Stop receiving, and free the messages in transit: the server waits for them, for the sake of others."""
+        """Stop receiving, and free the messages in transit: other clients may wait for their memory."""
         connection.interrupt(sending=False)
         with suppress(DissociatedError):
             while (arrived := connection.receive(self._timeout, self._allocate)) is not None:

@@ -213,7 +213,7 @@ class SqlSession:
         return table_names
 
     def _find_kept(self, names: set[str]) -> None:
-        """Find all datasets of which the current version is kept, by one call. DuckDB lacks these names, as before."""
+        """Find all datasets of these names whose kept version is still the current one, by one call of the catalog."""
         if not self._is_shared:  # the statements may have made tables of these names
             return
         infos = self._client.sql_database.kept_versions.find(names - self._datasets.keys())

@@ -158,7 +158,7 @@ class KeptVersions(ProcessBound):
         del removed  # without the lock
 
     def after_fork_in_child(self) -> None:
-        """Forget the versions, which the parent keeps, and the thread, which the child lacks."""
+        """Discard the versions, which the parent keeps, and the thread, which the child lacks."""
         self._entries = {}
         self._lock = threading.Lock()  # a thread of the parent may hold the other
         self._changed = threading.Event()

@@ -29,7 +29,8 @@ from dissociated.protocol.delivery import Delivered, Delivery
 
 #: Most messages, or runs of messages, that are examined before a dataset in shared memory is opened.
 _MAX_EXAMINED = 1 << 16
-#: Seconds after which the server of a stream in shared memory is not made to wait for the reader of the first batches.
+#: Seconds after which the rest of a stream in shared memory is compared, even if its first batches were not read yet:
+#: the server waits for that.
 _PATIENCE = 30.0
 
 
@@ -144,8 +145,8 @@ class ClientStream:
                 self._examined.clear()  # the reader has the leases of these batches
                 self._examined.append(schema)
                 tail = Tail(partial(self._compare, in_place, options), self._is_waiting, self._session.stop, self.close)
-                return in_place.reader(self._bodies.lease, options, tail)
-        return in_place.reader(self._bodies.lease, options)
+                return in_place.reader(self._bodies.leases.lease, options, tail)
+        return in_place.reader(self._bodies.leases.lease, options)
 
     def _accepts(self, in_place: InPlace, item: Delivered) -> bool:
         """Return whether the next messages lie in place. The server learns of a rule that it broke."""
@@ -163,10 +164,10 @@ class ClientStream:
                 if len(self._examined) > _MAX_EXAMINED or not self._accepts(in_place, item):
                     return self._join(options)
         except BaseException:
-            self.close()  # the examined messages are read by nobody, so their addresses must not be waited for
+            self.close()  # nobody reads the examined messages, so their addresses never come back
             raise
         self._examined.clear()
-        return in_place.place(self._bodies.lease, at)
+        return in_place.place(self._bodies.leases.lease, at)
 
     def _is_waiting(self) -> bool:
         return self._session.idle_time > _PATIENCE

@@ -14,7 +14,6 @@ import pyarrow as pa
 from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
 from dissociated.client.calls import CatalogClient
-from dissociated.client.idle import MAX_AGE
 from dissociated.client.request import ReadRequest
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.inplace import MappedReader
@@ -24,9 +23,11 @@ from dissociated.errors import AccessDenied, CatalogError, RemoteError, Transpor
 if TYPE_CHECKING:
     from dissociated.client.mapped import MappedVersion
 
-#: Number of times that a version is mapped and turns out not to lie in shared memory in the form that can be kept: its
-#: bodies are compressed, or it was still being copied there.
+#: Number of attempts to map a version whose memory cannot be kept: its bodies are compressed, or it was still being
+#: copied into shared memory.
 _MAX_ATTEMPTS = 3
+#: Seconds after which the locations in a description are looked up again before a read.
+_MAX_DESCRIPTION_AGE = 8.0
 
 
 class VersionReader(ProcessBound):
@@ -86,8 +87,10 @@ class VersionReader(ProcessBound):
         catalog nor a server. Its columns are in the order in which they are named.
         """
         mapped = self.map(request)
-        if mapped is not None:
-            return mapped.select(request)
+        return self._request(request) if mapped is None else mapped.select(request)
+
+    def _request(self, request: ReadRequest) -> pa.RecordBatchReader:
+        """Open a reader over what servers send for `request`."""
         request = self._at(request)
         reader = self._read_again(request)
         return self.client.endpoints.read(self.describe, request) if reader is None else reader
@@ -96,14 +99,16 @@ class VersionReader(ProcessBound):
         """Open a reader at the last known locations, while the catalog is asked whether the version still exists.
 
         Both together take one round trip. The answer of the catalog is needed, because the publisher may have chosen
-        one ticket for two versions. As if the catalog were asked first, a version that is replaced between its answer
-        and the request is not noticed.
+        one ticket for two versions. A version that is replaced after the catalog's answer goes unnoticed, just as when
+        the catalog is asked first.
 
         Returns:
             The reader; None if the locations have to be looked up first, or the stream may be one that can be read only
             once, which would be lost if the catalog does not answer.
         """
-        if self.info.rows is None or self._latest is None or time.monotonic() - self._latest[1] > MAX_AGE:
+        if self.info.rows is None or self._latest is None:
+            return None
+        if time.monotonic() - self._latest[1] > _MAX_DESCRIPTION_AGE:
             return None
         info = self._latest[0]
         try:
@@ -121,7 +126,7 @@ class VersionReader(ProcessBound):
     def read_table(self, request: ReadRequest) -> pa.Table:
         """Read the columns and rows of `request` as a table. See `read`."""
         mapped = self.map(request)
-        return self.read(request).read_all() if mapped is None else mapped.table(request)
+        return self._request(request).read_all() if mapped is None else mapped.table(request)
 
     def read_on_device(self, request: ReadRequest) -> DeviceReader:
         """Open a reader over the columns and rows of `request`, whose batches lie on its device."""
@@ -145,9 +150,18 @@ class VersionReader(ProcessBound):
         return endpoints.open(current, current.endpoints[number], request)
 
     def is_mapped(self, number: int) -> bool:
-        """Return whether one endpoint would be read over shared memory."""
+        """Return whether one endpoint would be read over shared memory, by the last description of the version.
+
+        It would not if no route led there then. The read asks the catalog again.
+        """
+        info = self.info if self._latest is None else self._latest[0]
+        if number >= len(info.endpoints):  # the version lies in other parts now, which `read_part` reports
+            return False
         request = self._at(self.client.defaults)
-        return self.client.endpoints.routes(self.info, self.info.endpoints[number], request)[0].is_mapped
+        try:
+            return self.client.endpoints.routes(info, info.endpoints[number], request)[0].is_mapped
+        except CatalogError:
+            return False
 
     def _at(self, request: ReadRequest) -> ReadRequest:
         return replace(request, transport=self.transport)

@@ -159,13 +159,13 @@ def _release_stream(struct: _ArrowDeviceArrayStream, address_of: Callable[[Any],
         struct.release(address_of(struct))
 
 
-def release_callback(kind: type[ctypes.Structure], forget: Callable[[int, None], object]) -> Any:
-    """Return a `release` callback for structs of this kind, which calls `forget` with the `private_data`."""
+def release_callback(kind: type[ctypes.Structure], remove: Callable[[int, None], object]) -> Any:
+    """Return a `release` callback for structs of this kind, which calls `remove` with the `private_data`."""
     at = kind.from_address
 
     def release(address: int) -> None:
         struct: Any = at(address)
-        forget(struct.private_data, None)
+        remove(struct.private_data, None)
         struct.release = type(struct.release)()
 
     return keep_alive(_Release(release))

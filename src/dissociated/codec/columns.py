@@ -14,7 +14,7 @@ from dissociated.codec.nesting import contains
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import RemoteProtocolError
 
-#: Rows, batches and bytes whose mask is computed at once, if they are at hand.
+#: Rows, batches and bytes whose mask is computed at once, if the reader never blocks.
 _GROUP_ROWS = 1 << 16
 _GROUP_BATCHES = 1 << 10
 _GROUP_BYTES = 8 << 20
@@ -111,7 +111,7 @@ def filter_batches(
     columns: Sequence[int],
     limit: int | None = None,
     keepalive: float = float("inf"),
-    at_hand: bool = False,
+    never_blocks: bool = False,
 ) -> pa.RecordBatchReader:
     """Return the rows that pass, at most `limit` of them.
 
@@ -125,13 +125,13 @@ def filter_batches(
         columns: The positions in `reader` of the columns to return.
         limit: The largest number of rows.
         keepalive: The longest time without a batch, in seconds.
-        at_hand: Whether `reader` never waits, so that the mask of many small batches can be computed at once.
+        never_blocks: Whether `reader` never waits, so that the mask of many small batches can be computed at once.
     """
     schema = select_fields(reader.schema, columns)
 
     def pairs() -> Iterator[BatchAndMetadata]:
         remaining_rows, last_output = limit, time.monotonic()
-        together = at_hand and mask_of is not None and limit is None
+        together = never_blocks and mask_of is not None and limit is None
         groups = _groups(batches(reader)) if together else ([pair] for pair in batches(reader))
         while remaining_rows != 0 and (group := next(groups, None)) is not None:
             for (batch, metadata), mask in _passing(group, mask_of):

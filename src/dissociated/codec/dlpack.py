@@ -87,9 +87,9 @@ _delete = keep_alive(_Deleter(_exports.pop))  # a C function: Ctrl-C in Python c
 def _unused(
     struct: _ManagedTensor | _VersionedTensor,
     address_of: Callable[[Any], int] = ctypes.addressof,
-    forget: Callable[[int], object] = _exports.pop,
+    remove: Callable[[int], object] = _exports.pop,
 ) -> None:
-    forget(address_of(struct))
+    remove(address_of(struct))
 
 
 _destroy = {name: destructor(name, _unused) for name in (_TENSOR, _VERSIONED)}

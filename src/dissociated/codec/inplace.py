@@ -204,6 +204,7 @@ class MappedReader(PeerReader):
         if isinstance(continuation, StreamPlace):
             self._before, at_end = self.stats, self._at_end
             self._before = self._before._replace(num_messages=self._before.num_messages - 1)  # the schema comes again
+            # libarrow's reader cannot change its source, so this object becomes another reader of libarrow.
             super().__init__(continuation.source, self._options)
             if continuation.at is not None:
                 continuation.source.seek(continuation.at)

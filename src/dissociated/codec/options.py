@@ -194,6 +194,8 @@ def _check_depth(schema: pa.Schema, limit: int) -> None:
 
 
 def _depth(type_: pa.DataType) -> int:
+    if type(type_) is pa.DataType:  # pyarrow has subclasses for types that have parameters or other types in them
+        return 1
     inner = max(map(_depth, inner_types(type_)), default=0)
     return inner if is_extension(type_) or pa.types.is_dictionary(type_) else 1 + inner
 

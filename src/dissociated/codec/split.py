@@ -17,7 +17,7 @@ from dissociated.codec.nesting import contains
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.packing import Packing
 from dissociated.codec.validation import Validator
-from dissociated.errors import FormatError, OptionError
+from dissociated.errors import FormatError, OptionError, SourceError
 from dissociated.format.encapsulated import CONTINUATION, encapsulate, encode_footer, encode_magic
 from dissociated.format.message import Header, parse_header
 
@@ -28,6 +28,9 @@ BatchAndMetadata: TypeAlias = "tuple[pa.RecordBatch, pa.KeyValueMetadata | None]
 
 
 _SMALL_BODY = 1 << 14  # bytes of the largest body of a small batch
+_MIN_LARGE = 1 << 15  # bytes of the smallest large batch
+_DEFAULT_OPTIONS = WriteOptions().to_pyarrow()  # without options, pyarrow looks into the environment for each writer
+_BODY_ALIGNMENT = 64  # bytes; of the bodies of large batches
 #: Size of the memory for small batches, in bytes. It is reused when less than the margin is free.
 _BLOCK_SIZE, _BLOCK_MARGIN = 1 << 20, 1 << 16
 
@@ -171,6 +174,27 @@ class Splitter:
         return [SplitMessage(*self._pack(header, parsed, body or [])) for header, parsed, body in messages]
 
 
+class LargeBatch:
+    """A large record batch of a stream, to be encoded into memory of the caller."""
+
+    def __init__(self, splitter: _StreamSplitter, batch: pa.RecordBatch, size: int) -> None:
+        self._splitter, self._batch = splitter, batch
+        #: Bytes of memory that encoding the batch takes.
+        self.size = size
+
+    def encode(self, memory: Buffer) -> tuple[SplitMessage, int]:
+        """Encode the batch into `memory`, which has `size` bytes. The batches of a stream are encoded in order.
+
+        Returns:
+            The message, whose body is a part of `memory`, and the position of its body in `memory`.
+
+        Raises:
+            SourceError: Another thread has changed the batch, so that it does not fit into `memory`.
+            FormatError: libarrow cannot write the batch.
+        """
+        return self._splitter.encode_large(self._batch, memory)
+
+
 class _StreamSplitter(Splitter):
     """A Splitter that encodes a batch after a small batch in one piece: copying takes less time than taking apart.
 
@@ -208,15 +232,43 @@ class _StreamSplitter(Splitter):
         end = self._at + len(head) + parsed.body_length
         whole = bytes(self._view[self._at : end])
         if not head or not whole.startswith(head):  # small batches often have equal heads
-            length = int.from_bytes(self._view[self._at + 4 : self._at + 8], "little")
-            head = bytes(self._view[self._at : self._at + 8 + length])
-            header = head[8:]
-            parsed = parse_header(header)
-            self._last = head, header, parsed
+            head, header, parsed = self._last = _parse_head(self._view[self._at :])
             end = self._at + len(head) + parsed.body_length
             whole = bytes(self._view[self._at : end])
         self._at = end
         return SplitMessage(header, parsed, [whole[len(head) :]])
+
+    def large(self, batch: pa.RecordBatch) -> LargeBatch | None:
+        """Return `batch` to be encoded by the caller, or None if it is small, or if `split` must encode it."""
+        if not self._plain or batch.num_rows <= self._small or not batch.schema.equals(self.schema):
+            return None
+        batch = self._validator.check(batch)
+        try:
+            size = pa.ipc.get_record_batch_size(batch)
+        except pa.ArrowException:
+            return None  # `split` raises the error
+        if size - len(self._last[0]) < _MIN_LARGE:  # most batches have a head of the last one's length
+            return None
+        return LargeBatch(self, batch, self._begin + size + _BODY_ALIGNMENT)
+
+    def encode_large(self, batch: pa.RecordBatch, memory: Buffer) -> tuple[SplitMessage, int]:
+        """Encode a batch: see `LargeBatch.encode`."""
+        head, header, parsed = self._last
+        at = -(self._begin + len(head)) % _BODY_ALIGNMENT  # most heads have the length of the last one
+        target = memoryview(memory)[at:]
+        try:
+            # libarrow writes the schema, too. A writer for several batches could exceed the memory of one.
+            sink = pa.FixedSizeBufferWriter(pa.py_buffer(target))
+            pa.ipc.new_stream(sink, self.schema, options=_DEFAULT_OPTIONS).write_batch(batch)
+        except pa.ArrowException as error:
+            raise _unwritable(error) from None
+        except OSError as error:
+            raise SourceError(f"a record batch was changed while it was written: {error}") from None
+        whole = target[self._begin :]
+        if not head or bytes(whole[: len(head)]) != head:  # comparing a memoryview takes longer
+            head, header, parsed = self._last = _parse_head(whole)
+        body = whole[len(head) : len(head) + parsed.body_length]
+        return SplitMessage(header, parsed, [body]), at + self._begin + len(head)
 
     def _restart(self) -> None:
         if self._memory is None:
@@ -224,6 +276,13 @@ class _StreamSplitter(Splitter):
             self._view = memoryview(self._memory).cast("B")
         self._block = pa.ipc.new_stream(pa.FixedSizeBufferWriter(self._memory), self.schema)
         self._at = self._begin
+
+
+def _parse_head(message: memoryview) -> tuple[bytes, bytes, Header]:
+    """Return the bytes of an encapsulated message before its body, its flatbuffer, and its parsed header."""
+    head = bytes(message[: 8 + int.from_bytes(message[4:8], "little")])
+    header = head[8:]
+    return head, header, parse_header(header)
 
 
 class FileSplitter(Splitter):
@@ -258,7 +317,7 @@ def _unwritable(error: pa.ArrowException) -> FormatError:
     advice = ""
     if "Dictionary replacement" in str(error):
         advice = (
-            " Where dictionaries only grow, emit_dictionary_deltas helps; where the whole table is at hand, "
+            " If dictionaries only grow, emit_dictionary_deltas helps; if the whole table is in memory, "
             "unify_dictionaries and write_table."
         )
     return FormatError(f"cannot write this as Arrow IPC: {error}{advice}")
@@ -270,6 +329,20 @@ def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> 
     yield splitter.schema_message
     for batch, metadata in batches(reader):
         yield from splitter.split(batch, metadata)
+
+
+def split_small(
+    reader: pa.RecordBatchReader, options: WriteOptions | None = None
+) -> Iterator[SplitMessage | LargeBatch]:
+    """Yield the messages of `split`, but some large batches before they are encoded."""
+    splitter = _StreamSplitter(reader.schema, options)
+    yield splitter.schema_message
+    for batch, metadata in batches(reader):
+        large = splitter.large(batch) if metadata is None else None
+        if large is not None:
+            yield large
+        else:
+            yield from splitter.split(batch, metadata)
 
 
 def batches(reader: pa.RecordBatchReader) -> Generator[BatchAndMetadata, None, None]:

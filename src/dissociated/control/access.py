@@ -33,6 +33,7 @@ from typing import NamedTuple, TypeAlias
 
 from dissociated.control.roles import DEFAULT_ROLE, TOKEN_ROLES, Identity, Role
 from dissociated.errors import AccessDenied, OptionError
+from dissociated.protocol.request import MAX_IDENTIFIER
 
 #: Decides about a bearer token. It returns the owner's name and role, or a name or True, which may read; or a false
 #: value to refuse the token.
@@ -49,6 +50,8 @@ _EXPIRY_STEPS = 8  # possible times of expiry in a lifetime
 
 _FOREIGN = "this ticket was not made by this server, or was altered: look the dataset up again"
 _EXPIRED = "this ticket has expired: look the dataset up again"
+#: The message of DatasetNotFound for a ticket of no dataset.
+UNKNOWN_TICKET = "no dataset has this ticket, which may have been replaced or dropped: look the dataset up again"
 
 
 class Ticket(NamedTuple):
@@ -82,9 +85,14 @@ class Signer:
         self._lifetime = max(_EXPIRY_STEPS, round(min(lifetime, 1e9) * 1000))  # milliseconds
 
     def sign(self, grant: Grant, now: float) -> Ticket:
-        """Return a ticket for `grant`. `now` is in seconds since 1970."""
+        """Return a ticket for `grant`. `now` is in seconds since 1970.
+
+        Raises:
+            OptionError: The ticket would be too long for a request.
+        """
         identifier, columns = grant
         selection = b"" if columns is None else json.dumps(columns).encode()
+        _check_length(_MAC + _ticket_header.size + len(identifier) + len(selection))
         step = self._lifetime // _EXPIRY_STEPS
         expires = (round(now * 1000) + self._lifetime) // step * step
         content = _ticket_header.pack(expires, len(identifier)) + identifier + selection
@@ -124,10 +132,11 @@ class Unsigned:
         """Return a ticket for `grant`.
 
         Raises:
-            OptionError: The grant is for some columns only.
+            OptionError: The grant is for some columns only, or too long for a request.
         """
         if grant.columns is not None:
             raise OptionError("tickets for some columns must be signed: give the server a ticket_lifetime")
+        _check_length(len(grant.identifier))
         return Ticket(grant.identifier, None)
 
     def check(self, ticket: bytes, now: float) -> Grant:
@@ -293,6 +302,14 @@ def _identity(owner: object) -> Identity:
         return Identity(owner if isinstance(owner, str) else "", DEFAULT_ROLE)
     name, role = owner
     return Identity(str(name), role if role in TOKEN_ROLES.values() else Role.parse(role))
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_IDENTIFIER:
+        raise OptionError(
+            f"a ticket of {length:,} bytes is too long, since a request has at most {MAX_IDENTIFIER:,}: choose a "
+            "shorter one, or grant fewer columns"
+        )
 
 
 def _check_secret(secret: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Parts of datasets, and the routes by which this process can reach them."""
+"""Parts of datasets, and the locations at which they can be requested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from dissociated.base.display import html, html_table, plural, utc
 from dissociated.control.messages import FieldTypes, has_fields, moment, parse_app_metadata
-from dissociated.errors import CatalogError, NodeUnreachable, UriError
+from dissociated.errors import UriError
 from dissociated.transport import registry
 from dissociated.uri import DEVICE, Uri
 
@@ -147,24 +147,6 @@ def flight_uris(endpoint: Endpoint) -> list[str | None]:
     return [*here, *(uri for scheme, uri in schemes if scheme.partition("+")[0] == "grpc")]
 
 
-def device_routes(endpoint: Endpoint, scheme: str | None, identity: str) -> list[Uri]:
-    """Return the URIs at which the device addresses of an endpoint can be requested.
-
-    Args:
-        endpoint: The endpoint.
-        scheme: The scheme that the URIs must have; None for any.
-        identity: The identity of the device that must hold the data.
-    """
-    return [
-        uri
-        for route in locations(endpoint)
-        for uri in route
-        if uri.parameters.get(DEVICE) == identity
-        and scheme in (None, uri.scheme)
-        and registry.transport(uri.scheme).reachable(uri)
-    ]
-
-
 def describe_away(name: str, hosts: Sequence[str], seen: float) -> str:
     """Return a sentence about a part of the dataset `name` that cannot be read, because no node with it is alive.
 
@@ -178,44 +160,3 @@ def describe_away(name: str, hosts: Sequence[str], seen: float) -> str:
         f"a part of {name!r} is on {', '.join(hosts)}, and no node there is alive{last}: start the node again. If it "
         f"will not come back, remove it with its datasets: dissociated forget {hosts[0] if hosts else 'NODE'}"
     )
-
-
-def reachable_routes(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:
-    """Return the routes by which this process can reach an endpoint, nearest first.
-
-    Args:
-        name: The name of the dataset, for messages.
-        endpoint: The endpoint.
-        scheme: The scheme that the routes must have; None for any.
-        allow_rma: Whether to include routes by remote memory access.
-
-    Returns:
-        The routes. They are empty if only Flight reaches the endpoint.
-
-    Raises:
-        NodeUnreachable: Its node does not respond.
-        CatalogError: No route and no Flight server reaches it.
-    """
-    if endpoint.is_away:
-        raise NodeUnreachable(describe_away(name, endpoint.hosts, endpoint.seen))
-    routes = [
-        uris
-        for uris in locations(endpoint)
-        if (scheme is None or uris[0].scheme == scheme)
-        and (allow_rma or uris[-1].remote_handle is None)
-        and DEVICE not in uris[-1].parameters
-        and all(registry.transport(uri.scheme).reachable(uri) for uri in uris)
-    ]
-    by_flight = flight_uris(endpoint)
-    if not routes and (scheme is not None or not by_flight):
-        offered = ", ".join(sorted({*endpoint.schemes, *(["grpc"] if by_flight else [])}))
-        raise CatalogError(
-            f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
-        )
-    # The sort is stable, so routes of equal preference keep the order of the server.
-    return sorted(routes, key=_preference, reverse=True)
-
-
-def _preference(uris: Sequence[Uri]) -> tuple[int, bool, bool]:
-    medium = registry.transport(uris[-1].scheme)
-    return medium.locality, medium.encrypted, uris[-1].remote_handle is not None

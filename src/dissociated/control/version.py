@@ -105,7 +105,8 @@ class Version:
         whole: Whether the part in a store is the whole dataset. If False, a catalog publishes it with the parts of
             other nodes.
         current: Whether no later version has replaced this one. Only a catalog knows this.
-        staged: A digest of the names of the committed segments, which tells a repeated call from a new attempt.
+        segments_digest: A digest of the names of the committed segments, which tells a repeated call from a new
+            attempt.
     """
 
     name: str
@@ -121,7 +122,7 @@ class Version:
     prepared: bool = False
     whole: bool = True
     current: bool = True
-    staged: str = ""
+    segments_digest: str = ""
 
     @classmethod
     def of(cls, commit: Commit, schema: bytes, created: float, parts: Iterable[Part], **state: Any) -> Version:
@@ -148,13 +149,14 @@ class Version:
             schema=base64.b64decode(values.pop("schema", ""), validate=True),
             before=tuple(values.pop("before", ())),
             number=values.pop("version", 0),
+            segments_digest=values.pop("staged", ""),
             **values,
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return a version in a store as JSON, as a node reports it to a catalog."""
         plain = {**vars(self), "part": self.part.to_json(), "version": self.number}
-        for name in ("parts", "number", "current", "staged"):
+        for name in ("parts", "number", "current", "segments_digest"):
             del plain[name]
         return {**plain, "schema": base64.b64encode(self.schema).decode()}
 

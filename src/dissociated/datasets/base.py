@@ -1,7 +1,7 @@
 """The base class of datasets. A dataset is a stream of IPC messages that a server sends to clients under a name.
 
-A static dataset keeps its messages, so they are numbered and encoded once. A live dataset opens its source for each
-client.
+A static dataset keeps its messages, so they are numbered and encoded once. A streamed dataset opens its source for each
+client, and a broadcast reads its source once for all clients.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Dataset(ABC):
         """Return the dataset to send, which does not change for as long as the caller holds it.
 
         Raises:
-            SourceError: if the source cannot be read.
-            DatasetNotFound: if the dataset was deleted meanwhile.
+            SourceError: The source cannot be read.
+            DatasetNotFound: The dataset was deleted meanwhile.
         """
         return self
 
@@ -89,7 +89,7 @@ class Dataset(ABC):
         """Return the regions that the bodies lie in, or none if the bodies have no fixed addresses.
 
         Raises:
-            StoreError: if a segment cannot be written.
+            StoreError: A segment cannot be written.
         """
         return ()
 
@@ -104,11 +104,11 @@ class Dataset(ABC):
         """Copy the bodies to shared memory for clients that map it.
 
         Args:
-            wait: copy before this returns, and raise errors. Otherwise, copy in the background.
+            wait: Copy before this returns, and raise errors. Otherwise, copy in the background.
 
         Raises:
-            StoreError: with `wait`, if there is no room for the copy.
-            SourceError: with `wait`, if the source cannot be read.
+            StoreError: `wait` is true, and there is no room for the copy.
+            SourceError: `wait` is true, and the source cannot be read.
         """
 
     @property
@@ -136,8 +136,8 @@ class Dataset(ABC):
         """Check the length of the metadata of all messages that are known before reading.
 
         Raises:
-            SourceError: if the metadata of a message is longer than `limit` bytes.
-            StoreError: if the metadata of a message in a segment is.
+            SourceError: The metadata of a message is longer than `limit` bytes.
+            StoreError: The metadata of a message in a segment is longer.
         """
         why = metadata_too_long(repr(self.name), len(Splitter(self.schema).schema_message.header), limit)
         if why is not None:
@@ -169,8 +169,8 @@ class Dataset(ABC):
         """Return a dataset of the selected columns and batches alone.
 
         Raises:
-            ColumnNotFound: if a selected column does not exist.
-            OptionError: if batches are selected and the batches of this dataset have no numbers.
+            ColumnNotFound: A selected column does not exist.
+            OptionError: Batches are selected and the batches of this dataset have no numbers.
         """
         indices = selection.indices(self.schema.names)
         chosen = self.select_positions(indices)
@@ -184,8 +184,8 @@ class Dataset(ABC):
         """Return, for each batch, whether any of its rows may pass a filter.
 
         Args:
-            filter_: the filter. It refers to columns by their index in `columns`.
-            columns: positions of these columns in this dataset.
+            filter_: The filter. It refers to columns by their index in `columns`.
+            columns: Positions of these columns in this dataset.
 
         Returns:
             A flag for each batch; None if no statistics are known for any batch.
@@ -196,7 +196,7 @@ class Dataset(ABC):
         """Return a dataset of the batches with these `numbers` alone, which must ascend.
 
         Raises:
-            OptionError: if the batches of this dataset have no numbers.
+            OptionError: The batches of this dataset have no numbers.
         """
         raise OptionError(f"the batches of {self.name!r} cannot be selected by number")
 
@@ -210,7 +210,7 @@ class Dataset(ABC):
         Numbers beyond the last batch are ignored.
 
         Raises:
-            ReadOnce: if the dataset is a stream that is read once for all clients.
+            ReadOnce: The dataset is a stream that is read once for all clients.
         """
         raise ReadOnce(
             f"the batches of {self.name!r} have no numbers, because all clients share one stream: request all of the "

@@ -16,7 +16,7 @@ from dissociated.datasets.fanout import Fanout
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import LiveMessage
 from dissociated.datasets.pump import Pump
-from dissociated.datasets.sources import open_source
+from dissociated.datasets.sources import check_schema, open_source
 from dissociated.errors import OptionError
 from dissociated.format.projection import Projection
 
@@ -41,17 +41,27 @@ class BroadcastDataset(Dataset):
 class Broadcast(BroadcastDataset):
     """A source that is read once for all clients together: see `Fanout`. Close it after use.
 
-    `limit` is the largest number of its bytes that may be held in shared memory.
+    `limit` is the largest number of its bytes that may be held in shared memory. `schema` is that of an iterator or a
+    list of record batches.
     """
 
     splits_streams = False  # each connection has a position of its own in the stream
     filterable = False
 
-    def __init__(self, name: str, source: Source, live: Live, limit: int, options: WriteOptions | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        live: Live,
+        limit: int,
+        options: WriteOptions | None = None,
+        schema: pa.Schema | None = None,
+    ) -> None:
         if not isinstance(live, Live):
             raise OptionError(f"live is {live!r}; it must be a dissociated.Live")
         check_options(options, WriteOptions)
-        reader = open_source(name, source)
+        check_schema(source, schema)
+        reader = open_source(name, source, schema)
         super().__init__(name, reader.schema)
         self.live = live
         self._pump = Pump(name, reader, options)
@@ -98,8 +108,10 @@ class _BroadcastColumns(BroadcastDataset):
         if item.body is None:
             return item._replace(header=self._projection.header)
         chosen = self._projection.project(item.header, item.parsed)
-        if chosen is None or chosen.header is item.header:
-            return chosen and item
+        if chosen is None:
+            return None
+        if chosen.header is item.header:
+            return item
         if item.repeats is not None:
             first, *more = [b"".join(chosen.body((body,))) for body in item.bodies]
             return LiveMessage(chosen.header, chosen.parsed, (first,), repeats=more)

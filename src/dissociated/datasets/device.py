@@ -120,18 +120,18 @@ def as_device_dataset(name: str, source: Any, options: WriteOptions | None = Non
     framework's pool cannot be exported.
 
     Args:
-        name: the name of the dataset.
-        source: an object with the Arrow C Device interface, a list of such objects, or a mapping of column names to
+        name: The name of the dataset.
+        source: An object with the Arrow C Device interface, a list of such objects, or a mapping of column names to
             objects with DLPack.
-        options: write options, which are valid only if the data turn out to lie in host memory.
+        options: Write options, which are valid only if the data turn out to lie in host memory.
 
     Returns:
         The dataset; None if `source` is none of these.
 
     Raises:
-        SourceError: if the batches differ in their schema or device, or `options` are not valid for them.
-        DeviceError: if the device fails.
-        DeviceFull: if the device has no memory left.
+        SourceError: The batches differ in their schema or device, or `options` are not valid for them.
+        DeviceError: The device fails.
+        DeviceFull: The device has no memory left.
     """
     if isinstance(source, Mapping) and source and all(hasattr(column, "__dlpack__") for column in source.values()):
         schema, arrays = import_columns(source)

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from dissociated.codec.split import SplitMessage
+from dissociated.codec.split import LargeBatch, SplitMessage
 from dissociated.datasets.consumer import Consumer, Deliver, add_dictionary
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import QUEUED_OVERHEAD, SMALL_BODY, LiveMessage
@@ -79,13 +79,13 @@ class Fanout:
         """Add a consumer. The stream begins when the required number of consumers has joined. Call `leave` after use.
 
         Args:
-            wake: see `Consumer`. It is also called at the end of the stream.
-            on_cut_off: see `Consumer`. Default: `wake`.
-            deliver: see `Consumer`. Default: `wake` is called.
+            wake: See `Consumer`. It is also called at the end of the stream.
+            on_cut_off: See `Consumer`. Default: `wake`.
+            deliver: See `Consumer`. Default: `wake` is called.
 
         Raises:
-            SourceError: if the stream has ended, or has begun and refuses late consumers.
-            TransportError: if the stream cannot begin now. The next consumer may be able to begin it.
+            SourceError: The stream has ended, or has begun and refuses late consumers.
+            TransportError: The stream cannot begin now. The next consumer may be able to begin it.
         """
         with self.changed:
             if self.has_ended:
@@ -116,16 +116,16 @@ class Fanout:
         """Take the next messages of `consumer`.
 
         Args:
-            consumer: the consumer.
-            count: the largest number of messages; an item of alike messages is not split.
-            nbytes: the largest number of bytes of bodies, unless it is a single item.
-            maps: whether the consumer maps bodies in shared memory, so that their bytes do not count.
+            consumer: The consumer.
+            count: The largest number of messages; an item of alike messages is not split.
+            nbytes: The largest number of bytes of bodies, unless it is a single item.
+            maps: Whether the consumer maps bodies in shared memory, so that their bytes do not count.
 
         Returns:
             The messages, in order; empty if none are waiting now.
 
         Raises:
-            SourceError: if the stream has ended with an error.
+            SourceError: The stream has ended with an error.
         """
         with self.changed:
             messages = consumer.take(count, nbytes, maps)
@@ -148,12 +148,12 @@ class Fanout:
         """Give `consumer` nothing more. Memory that it was sent stays leased."""
         with self.changed:
             consumer.stopped = True
-            self._forget(consumer)
+            self._discard_waiting(consumer)
 
     def detach(self, consumer: Consumer) -> None:
         """Cut `consumer` off. Memory that it was sent stays until it is freed, but no longer counts for the limit."""
         with self.changed:
-            self._forget(consumer)
+            self._discard_waiting(consumer)
             if not consumer.cut_off:
                 consumer.cut_off = True
                 self._memory.exempt(consumer.addresses)
@@ -163,8 +163,8 @@ class Fanout:
         """Remove `consumer`, whose connection has ended, and release everything that it holds.
 
         Args:
-            consumer: the consumer.
-            disconnected: whether the client is known to be gone, so that its memory can be released. Otherwise the
+            consumer: The consumer.
+            disconnected: Whether the client is known to be gone, so that its memory can be released. Otherwise the
                 memory that it may still map is not reused.
         """
         with self.changed:
@@ -174,7 +174,7 @@ class Fanout:
             if consumer in self._consumers:
                 self._consumers.remove(consumer)
             consumer.deliver = None  # it may refer to an owner of the consumer
-            self._forget(consumer)
+            self._discard_waiting(consumer)
             self._last_receivers = []
             self._free(consumer, set(consumer.addresses))
             if not self._consumers:
@@ -192,7 +192,7 @@ class Fanout:
         self._memory.free(addresses, consumer.cut_off)
         self.changed.notify_all()
 
-    def _forget(self, consumer: Consumer) -> None:
+    def _discard_waiting(self, consumer: Consumer) -> None:
         """Discard the messages that `consumer` has not taken yet. Call it with `changed` held."""
         self._last = None
         self._free(consumer, consumer.discard_waiting())
@@ -207,21 +207,17 @@ class Fanout:
 
     # Messages
 
-    def publish(self, message: SplitMessage) -> bool:
+    def publish(self, message: SplitMessage | LargeBatch) -> bool:
         """Give the next message to every consumer, once there is room. Return whether the stream goes on.
 
         Afterwards, `take_waking` returns the consumers that wait for the message.
         """
-        length = message.parsed.body_length
-        if length <= SMALL_BODY:
-            with self.changed:
-                if self._follows(message):
-                    return True
-                if not self._wait_for_consumers():
-                    return False
-                self._wait_for_room(len(message.header) + length + QUEUED_OVERHEAD)
-                self._hand_out(message, LiveMessage.inline(message))
-                return not self.has_ended
+        if isinstance(message, LargeBatch):
+            length = message.size
+        else:
+            length = message.parsed.body_length
+            if length <= SMALL_BODY:
+                return self._publish_small(message)
         with self.changed:
             if not self._wait_for_consumers():
                 return False
@@ -234,20 +230,35 @@ class Fanout:
             self._busy = True
             at = region.reserve(length)
         # Written without holding `changed`, which would delay consumers. Nobody else uses the reserved pages.
-        region.write(message.body or (), at)
+        begin = 0
+        if isinstance(message, LargeBatch):
+            message, begin = message.encode(region.memory(at, length))
+        else:
+            region.write(message.body or (), at)
         with self.changed:
             self._busy = False
             if self.has_ended:
                 self._release_unused()
                 return False
-            extents = zip(*buffer_extents(message.header, message.parsed), strict=True)
-            body = region.body(at, length)
+            offsets, sizes = buffer_extents(message.header, message.parsed)
+            extents = [(begin + offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+            body = region.body(at + begin, message.parsed.body_length)
             leased = region.lease(at, length, extents, len(self._active_consumers))
             queued = len(message.header) + QUEUED_OVERHEAD
             self._hand_out(message, LiveMessage(message.header, message.parsed, (body,), queued, region, leased))
             if not self._consumers:  # the last one left during the write, and `leave` could not trim this region
                 self._memory.trim()
             return True
+
+    def _publish_small(self, message: SplitMessage) -> bool:
+        with self.changed:
+            if self._follows(message):
+                return True
+            if not self._wait_for_consumers():
+                return False
+            self._wait_for_room(len(message.header) + message.parsed.body_length + QUEUED_OVERHEAD)
+            self._hand_out(message, LiveMessage.inline(message))
+            return not self.has_ended
 
     def take_waking(self) -> list[Consumer]:
         """Return the consumers that wait for the message that was published last, once."""
@@ -397,7 +408,8 @@ class Fanout:
         with self.changed:
             for consumer in self._consumers:
                 consumer.addresses.clear()  # so that no memory is released when they leave
-            self.drop()
+            self._end(f"the server of the live stream {self.name!r} is closing")
+            self._release_unused()
 
 
 def _stream_error(reason: str, reference: str | None) -> SourceError:

@@ -36,8 +36,8 @@ class FileDataset(SegmentsDataset):
     """The Arrow IPC stream or file at a path.
 
     Raises:
-        StoreError: if the path holds no IPC stream or file, or cannot be read.
-        SourceError: if a stream lacks its end-of-stream marker. Arrow allows that, but such a stream looks the same as
+        StoreError: The path holds no IPC stream or file, or cannot be read.
+        SourceError: A stream lacks its end-of-stream marker. Arrow allows that, but such a stream looks the same as
             one whose writer has died or is still writing. The error is also raised if anything but statistics follows
             a stream, since no reader would read it, and if several files follow one another, since the footer of the
             last would be taken for that of the first.

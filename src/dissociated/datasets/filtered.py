@@ -25,13 +25,13 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
     """Return the part of a dataset that a request selects.
 
     Args:
-        whole: the dataset.
-        selection: the columns, batches and rows; None for the whole dataset.
+        whole: The dataset.
+        selection: The columns, batches and rows; None for the whole dataset.
 
     Raises:
-        FilterRefused: if the server cannot apply the filter or limit.
-        ColumnNotFound: if a selected column does not exist.
-        OptionError: if batches are selected and the batches of the dataset have no numbers.
+        FilterRefused: The server cannot apply the filter or limit.
+        ColumnNotFound: A selected column does not exist.
+        OptionError: Batches are selected and the batches of the dataset have no numbers.
     """
     if selection is None or selection.rows is None:
         return whole if selection is None else whole.select(selection)
@@ -88,8 +88,8 @@ class FilteredStream(StreamedDataset):
     def open_reader(self) -> pa.RecordBatchReader:
         reader = self._source.open_reader()
         mask_of = None if self._rows is None else self._rows.mask
-        at_hand = isinstance(self._source, StaticDataset)
-        return filter_batches(reader, mask_of, self._columns, self._limit, _KEEPALIVE_INTERVAL, at_hand)
+        never_blocks = isinstance(self._source, StaticDataset)
+        return filter_batches(reader, mask_of, self._columns, self._limit, _KEEPALIVE_INTERVAL, never_blocks)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         raise SourceError(f"the columns of filtered rows of {self.name!r} are already selected")

@@ -27,15 +27,14 @@ class Live:
     late: Literal["join", "refuse"] = "join"
     #: Number of clients that must be connected before the stream begins.
     consumers: int = 1
-    #: The batches that a client gets that does not keep up. With "block", all of them: the source waits for it. With
-    #: "drop_oldest", the source does not wait while batches wait to be sent: when memory is short, the oldest of these
-    #: are dropped. With "latest", a client gets one batch after another, and next the newest batch there is.
+    #: What a slow client receives. With "block", every batch: the source waits for the client. With "drop_oldest", the
+    #: source does not wait as long as batches are queued for the client: when memory is short, the oldest of these are
+    #: dropped. With "latest", each read returns the newest batch, and older batches are dropped.
     policy: Literal["block", "drop_oldest", "latest"] = "block"
     #: Seconds for which a client that neither takes nor frees anything may delay all others before it is cut off.
     stall_timeout: float = 10.0
-    #: Seconds that pass between two sends of small batches to a client, so that several are sent in one call. With 0, a
-    #: batch that finds its connection idle is sent at once, and only batches that come faster than they can be sent
-    #: are sent together.
+    #: Seconds between two sends of small batches to a client, so that several are sent in one call. With 0, a batch is
+    #: sent at once if its connection is idle, and only batches that come faster than they can be sent share a call.
     linger: float = 0.0
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from dissociated.codec.schemas import schema_difference
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.file import PARQUET_MAGIC, FileState, file_state
 from dissociated.datasets.source_errors import source_errors
-from dissociated.datasets.streamed import LiveDataset
+from dissociated.datasets.streamed import SourceDataset
 from dissociated.errors import SourceError
 
 #: Limits of a batch: its rows, and roughly the bytes of its largest column.
@@ -43,7 +43,7 @@ def parquet_file(name: str, path: Path, options: WriteOptions | None) -> Dataset
     try:
         reading = _Reading(path)
         rows = reading.rows
-        return LiveDataset(
+        return SourceDataset(
             name,
             lambda: _Reading(path, rows).reader(),
             options,
@@ -103,7 +103,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
     Subdirectories called NAME=VALUE add a column NAME each (Hive partitioning).
 
     Raises:
-        SourceError: if there are no Parquet files, there are other files, or the schemas of the files differ.
+        SourceError: There are no Parquet files, there are other files, or the schemas of the files differ.
     """
     import pyarrow.dataset
 
@@ -147,14 +147,14 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
 
     with source_errors(name):
         _, rows, min_size = inspect()
-    return LiveDataset(name, open_reader, options, rows=rows, min_size=min_size)
+    return SourceDataset(name, open_reader, options, rows=rows, min_size=min_size)
 
 
 def _parquet_files(directory: Path) -> Iterator[Path]:
     """Yield the Parquet files in `directory` and in its subdirectories NAME=VALUE.
 
     Raises:
-        SourceError: if another file or subdirectory is found.
+        SourceError: Another file or subdirectory is found.
     """
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith((".", "_")):  # not data, by a convention of Spark and pyarrow
@@ -180,7 +180,7 @@ def _unchanged(
     """Yield `batches`, each only after the file is found unchanged.
 
     Raises:
-        SourceError: if the file was modified or deleted since it was opened.
+        SourceError: The file was modified or deleted since it was opened.
     """
     while True:
         failed: Exception | None = None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.split import SplitMessage, Splitter, split
+from dissociated.codec.split import SplitMessage, Splitter, split_small
 from dissociated.datasets.consumer import Consumer, Encodings
 from dissociated.datasets.fanout import Fanout
 from dissociated.datasets.source_errors import source_errors
@@ -19,7 +19,7 @@ from dissociated.errors import DissociatedError, TransportError, log_level, log_
 _log = logging.getLogger(__name__)
 
 #: Factor by which the time of the last delivery shrinks with each message that was not delivered by the pump.
-_FORGETTING = 0.9
+_DECAY = 0.9
 
 
 class Pump:
@@ -38,7 +38,7 @@ class Pump:
         """Start to read, and publish the messages in `fanout`. Call this until it has succeeded once.
 
         Raises:
-            TransportError: if the system has no more threads.
+            TransportError: The system has no more threads.
         """
         self._thread = threading.Thread(target=self._run, args=(fanout,), name=f"live {self._name}", daemon=True)
         try:
@@ -62,7 +62,7 @@ class Pump:
         reason = reference = None
         try:
             with source_errors(self._name):
-                messages = split(reader, self._options)
+                messages = split_small(reader, self._options)
                 del reader
                 next(messages)  # the schema, which consumers received when they joined
                 requested = time.monotonic()
@@ -93,7 +93,7 @@ class Pump:
         if not waking:
             return
         if leisure < self._delivery_time:
-            self._delivery_time *= _FORGETTING  # so that a single slow delivery does not decide for ever
+            self._delivery_time *= _DECAY  # so that a single slow delivery does not decide forever
             for consumer in waking:
                 consumer.wake()
             return

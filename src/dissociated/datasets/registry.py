@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from dissociated.base.display import advise_name
-from dissociated.control.access import Grant, Signer, Ticket, Unsigned
+from dissociated.control.access import UNKNOWN_TICKET, Grant, Signer, Ticket, Unsigned
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.filtered import select
 from dissociated.datasets.sources import isolate_columns
@@ -26,12 +26,12 @@ class Registry:
     but a broadcast stream ends.
     """
 
-    def __init__(self, tickets: Signer | Unsigned, chooses_rows: bool = True) -> None:
+    def __init__(self, tickets: Signer | Unsigned, applies_filters: bool = True) -> None:
         self.tickets = tickets
         #: The seconds to add to the clock of this host for the time that decides about tickets. On a node, that is the
         #: time of its catalog, which signs them.
         self.clock_offset = 0.0
-        self._chooses_rows = chooses_rows
+        self._applies_filters = applies_filters
         self._lock = threading.Lock()
         self._closed = False
         self._by_name: dict[str, Dataset] = {}
@@ -49,7 +49,7 @@ class Registry:
             The dataset that had this name, or None. It is still served by its own ticket until it is withdrawn.
 
         Raises:
-            DissociatedError: if another dataset has the same ticket, or the registry is closed.
+            DissociatedError: Another dataset has the same ticket, or the registry is closed.
         """
         with self._lock:
             self._check_open()
@@ -63,15 +63,15 @@ class Registry:
         """Serve a part by its ticket.
 
         Args:
-            part: the id of the part.
-            dataset: the data of the part, unless a dataset is served as this part already.
-            named: whether the part is served under the name of the dataset, too.
+            part: The id of the part.
+            dataset: The data of the part, unless a dataset is served as this part already.
+            named: Whether the part is served under the name of the dataset, too.
 
         Returns:
             The dataset that is served as this part.
 
         Raises:
-            DissociatedError: if the registry is closed.
+            DissociatedError: The registry is closed.
         """
         with self._lock:
             self._check_open()
@@ -101,6 +101,16 @@ class Registry:
                 del self._by_name[dataset.name]
         dataset.drop()
 
+    def restore(self, old: Dataset | None) -> None:
+        """Serve a part under its name and its ticket again, after the dataset that replaced it was withdrawn.
+
+        A part that was withdrawn meanwhile stays so. None is ignored.
+        """
+        with self._lock:
+            if old is not None and any(dataset is old for dataset in self._by_part.values()):
+                self._by_name.setdefault(old.name, old)
+                self._by_identifier.setdefault(old.ticket, old)
+
     def withdraw_parts(self, parts: Iterable[str]) -> None:
         """Stop serving the parts with these ids. Ids that are not served are ignored."""
         with self._lock:
@@ -118,8 +128,8 @@ class Registry:
         """Return the dataset that is published under `name`.
 
         Raises:
-            DatasetNotFound: if there is none.
-            DissociatedError: if there is none because the registry is closed.
+            DatasetNotFound: There is none.
+            DissociatedError: There is none because the registry is closed.
         """
         dataset = self.find_name(name)
         if dataset is None:
@@ -137,31 +147,29 @@ class Registry:
         """Resolve a ticket.
 
         Args:
-            ticket: the ticket.
-            part: the id of the part, which tells publications with the same ticket apart; None for the current one.
+            ticket: The ticket.
+            part: The id of the part, which tells publications with the same ticket apart; None for the current one.
 
         Returns:
             The published dataset, and the part of it that the ticket grants: the dataset itself, or some columns.
 
         Raises:
-            DatasetNotFound: if the dataset is not served any more.
-            AccessDenied: if the ticket is foreign, altered or expired.
+            DatasetNotFound: The dataset is not served any more.
+            AccessDenied: The ticket is foreign, altered or expired.
         """
         identifier, columns = self.tickets.check(ticket, self.now())
         dataset = self.lookup(identifier) if part is None else self.lookup_part(part)
         if dataset is None or dataset.ticket != identifier:
-            raise DatasetNotFound(
-                "no dataset has this ticket, which may have been replaced or dropped: look the dataset up again"
-            )
+            raise DatasetNotFound(UNKNOWN_TICKET)
         return dataset, dataset if columns is None else isolate_columns(dataset, columns)
 
     def select(self, whole: Dataset, selection: Selection | None) -> Dataset:
         """Return the part of a dataset that a request selects. See `filtered.select` for errors.
 
         Raises:
-            FilterRefused: if the selection has rows and this process does not choose rows for clients.
+            FilterRefused: The selection has rows and this process does not choose rows for clients.
         """
-        if selection is not None and selection.rows is not None and not self._chooses_rows:
+        if selection is not None and selection.rows is not None and not self._applies_filters:
             raise FilterRefused("this server does not apply filters: choose_rows=False")
         return select(whole, selection)
 
@@ -169,15 +177,15 @@ class Registry:
         """Issue a ticket for a published dataset.
 
         Args:
-            dataset: the dataset.
-            columns: the only columns that the ticket grants. Default: all columns.
+            dataset: The dataset.
+            columns: The only columns that the ticket grants. Default: all columns.
 
         Returns:
             The ticket, with its expiry.
 
         Raises:
-            ColumnNotFound: if the dataset lacks one of the columns.
-            OptionError: if `columns` is set and tickets are not signed.
+            ColumnNotFound: The dataset lacks one of the columns.
+            OptionError: `columns` is set and tickets are not signed.
         """
         if columns is not None:
             Selection(tuple(columns)).indices(dataset.schema.names)

@@ -25,7 +25,7 @@ def source_errors(name: str) -> Iterator[None]:
     Clients see the text of this library's own errors, and of no other exception.
 
     Raises:
-        SourceError: for a FormatError, and for every exception that is not a DissociatedError.
+        SourceError: For a FormatError, and for every exception that is not a DissociatedError.
     """
     try:
         yield
@@ -45,7 +45,7 @@ def foreign_errors(name: str) -> Iterator[None]:
     describe other servers and datasets.
 
     Raises:
-        SourceError: for every exception. Errors that are meant for clients are raised unchanged.
+        SourceError: For every exception. Errors that are meant for clients are raised unchanged.
     """
     try:
         yield

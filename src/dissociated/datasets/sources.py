@@ -20,7 +20,7 @@ from dissociated.datasets.file import FileDataset, check_alone, foreign_kind
 from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
 from dissociated.datasets.source_errors import foreign_errors, foreign_reader, source_errors
 from dissociated.datasets.static import SegmentsDataset
-from dissociated.datasets.streamed import LiveDataset
+from dissociated.datasets.streamed import SourceDataset
 from dissociated.datasets.table import TableDataset
 from dissociated.datasets.text import TEXT_FORMATS, text_file
 from dissociated.errors import OptionError, SourceError
@@ -44,7 +44,7 @@ def make_dataset(
       16 MB.
     - A RecordBatchReader, or an iterator of record batches such as a generator, can be read once, by one client.
     - A callable is called once to learn the schema, and again for each client. It must return the same stream each
-      time: a reader, an object with `__arrow_c_stream__`, or an iterator of record batches.
+      time: a reader, an object with `__arrow_c_stream__`, or an iterator or a list of record batches.
     - Another object with `__arrow_c_stream__` (a DataFrame of Polars or pandas, a relation of DuckDB), or a dataset or
       scanner of pyarrow, is asked for a new stream for each client.
     - An object with `__arrow_c_device_stream__` or `__arrow_c_device_array__`, a list of such objects, or a dict of
@@ -53,28 +53,34 @@ def make_dataset(
       `open_tensors`.
 
     Args:
-        name: the name of the dataset.
-        source: the source.
-        options: how batches are written.
-        schema: the schema of an iterator or list, which may then be empty.
+        name: The name of the dataset.
+        source: The source.
+        options: How batches are written.
+        schema: The schema of an iterator or list, which may then be empty.
 
     Raises:
-        SourceError: if the source is of another kind, or cannot be read.
-        StoreError: if a path holds no valid Arrow IPC.
-        FormatError: if the schema is nested deeper than `options` allow.
-        OptionError: if `options` is invalid, or `schema` is given for a source that has its own.
+        SourceError: The source is of another kind, or cannot be read.
+        StoreError: A path holds no valid Arrow IPC.
+        FormatError: The schema is nested deeper than `options` allow.
+        OptionError: `options` is invalid, or `schema` is given for a source that has its own.
     """
     if options is not None:
         check_options(options, WriteOptions)
-    if schema is not None and not (isinstance(source, list | tuple | Iterator) or callable(source)):
-        raise OptionError(
-            f"a {type(source).__name__} has its own schema: give schema= only with iterators and lists of record "
-            "batches"
-        )
+    check_schema(source, schema)
     dataset = _make_dataset(name, source, options, schema)
     if options is not None:
         options.check_depth(dataset.schema)
     return dataset
+
+
+def check_schema(source: Source, schema: pa.Schema | None) -> None:
+    """Raise OptionError if `schema` is given for a source that has its own."""
+    takes_schema = isinstance(source, list | tuple | Iterator) or callable(source)
+    if schema is not None and (isinstance(source, pa.RecordBatchReader) or not takes_schema):
+        raise OptionError(
+            f"a {type(source).__name__} has its own schema: give schema= only with iterators and lists of record "
+            "batches"
+        )
 
 
 def _make_dataset(name: str, source: Source, options: WriteOptions | None, schema: pa.Schema | None) -> Dataset:
@@ -118,7 +124,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
             return on_device
     if isinstance(source, pa.RecordBatchReader | Iterator):
         reader = open_source(name, source, schema)
-        return LiveDataset(name, lambda: reader, options, one_shot=True)
+        return SourceDataset(name, lambda: reader, options, one_shot=True)
     from dissociated.datasets.tensors import TensorDataset, as_tensors
 
     if (tensors := as_tensors(source)) is not None:
@@ -127,13 +133,16 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
         source = _NewEachTime(source)
     rows = getattr(source, "num_rows", None)  # known for a dataset handle of this library, for example
     rows = rows if isinstance(rows, int) else None
-    return LiveDataset(name, lambda: open_source(name, source, schema), options, rows=rows)
+    return SourceDataset(name, lambda: open_source(name, source, schema), options, rows=rows)
 
 
 def open_source(name: str, source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
     """Open a reader over `source`, or over its result if it is a callable. Raise SourceError on failure."""
     with foreign_errors(name):
-        return foreign_reader(name, _open_reader(source() if callable(source) else source, schema))
+        reader = foreign_reader(name, _open_reader(source() if callable(source) else source, schema))
+    if schema is not None:
+        _check_schemas(schema, reader.schema)
+    return reader
 
 
 class _NewEachTime:
@@ -166,8 +175,8 @@ class _NewEachTime:
 def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
     if isinstance(source, pa.RecordBatchReader):
         return source
-    if isinstance(source, Iterator):
-        return _chain_batches(source, schema)
+    if isinstance(source, Iterator) or _are_batches(source, schema):
+        return _chain_batches(iter(source), schema)
     # A dataset handle or scanner of this library. Its C stream would lose the custom metadata of batches.
     if hasattr(source, "open_reader"):
         return source.open_reader()
@@ -180,7 +189,8 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
     raise SourceError.for_peer(
         f"cannot publish a {type(source).__name__}: give a Table (see pyarrow.table), record batches, "
         "a RecordBatchReader, an object with __arrow_c_stream__, a pyarrow dataset, a callable that returns one of "
-        "these, the path of an Arrow IPC, Parquet, CSV or JSON lines file, or one or more tensors"
+        "these, or, without live= and without a callable, the path of an Arrow IPC, Parquet, CSV or JSON lines file, "
+        "or one or more tensors"
     )
 
 
@@ -213,10 +223,13 @@ def _chain_batches(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.Record
 def _check_piece(piece: Any, schema: pa.Schema | None) -> None:
     if not isinstance(piece, pa.RecordBatch | pa.Table):
         raise SourceError.for_peer(f"the source gave a {type(piece).__name__} instead of a record batch")
-    if schema is not None and not piece.schema.equals(schema):
-        raise SourceError.for_peer(
-            f"the record batches have different schemas: {schema_difference(schema, piece.schema)}"
-        )
+    if schema is not None:
+        _check_schemas(schema, piece.schema)
+
+
+def _check_schemas(schema: pa.Schema, other: pa.Schema) -> None:
+    if not other.equals(schema):
+        raise SourceError.for_peer(f"the record batches have different schemas: {schema_difference(schema, other)}")
 
 
 def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:
@@ -250,10 +263,10 @@ def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
     `Dataset.select` is no protection: clients of its result can map memory that holds the other columns, too.
 
     Raises:
-        ColumnNotFound: if `whole` lacks one of the columns.
+        ColumnNotFound: `whole` lacks one of the columns.
     """
     reader = whole.select(Selection(tuple(columns))).open_reader()
-    return LiveDataset(whole.name, lambda: reader, one_shot=True)
+    return SourceDataset(whole.name, lambda: reader, one_shot=True)
 
 
 def _why_no_file(path: Path) -> str:

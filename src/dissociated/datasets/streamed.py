@@ -26,10 +26,10 @@ class StreamedDataset(Dataset):
         return split(self.open_reader(), self.options)
 
     def slice_batches(self, first: int, stop: int) -> Dataset:
-        return _LiveBatches(self, first, stop)
+        return _StreamedBatches(self, first, stop)
 
 
-class LiveDataset(StreamedDataset):
+class SourceDataset(StreamedDataset):
     """A dataset of a source that is opened for each client, or of a reader that can be read once.
 
     `open_columns`, if given, reads some columns without reading the others. `rows` and `min_size` are the number of
@@ -79,7 +79,7 @@ class LiveDataset(StreamedDataset):
         return _check_schema(self, self._open_reader())
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
-        return _LiveColumns(self, indices)
+        return _SourceColumns(self, indices)
 
 
 def _check_schema(dataset: Dataset, reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
@@ -90,10 +90,10 @@ def _check_schema(dataset: Dataset, reader: pa.RecordBatchReader) -> pa.RecordBa
     return reader
 
 
-class _LiveColumns(StreamedDataset):
-    """Some columns of a live dataset. The other columns are dropped before batches are encoded."""
+class _SourceColumns(StreamedDataset):
+    """Some columns of a source. The other columns are dropped before batches are encoded."""
 
-    def __init__(self, whole: LiveDataset, indices: tuple[int, ...]) -> None:
+    def __init__(self, whole: SourceDataset, indices: tuple[int, ...]) -> None:
         super().__init__(whole.name, select_fields(whole.schema, indices))
         self.options = whole.options
         self._whole = whole
@@ -105,11 +105,11 @@ class _LiveColumns(StreamedDataset):
         return select_columns(self._whole.open_reader(), self._indices)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
-        return _LiveColumns(self._whole, tuple(self._indices[index] for index in indices))
+        return _SourceColumns(self._whole, tuple(self._indices[index] for index in indices))
 
 
-class _LiveBatches(StreamedDataset):
-    """Some batches of a live dataset. The batches before them are read, but not encoded."""
+class _StreamedBatches(StreamedDataset):
+    """Some batches of a streamed dataset. The batches before them are read, but not encoded."""
 
     def __init__(self, whole: StreamedDataset, first: int, stop: int) -> None:
         super().__init__(whole.name, whole.schema)

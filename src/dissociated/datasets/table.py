@@ -23,10 +23,10 @@ from dissociated.store.copying import STEP, CopiedSegment
 
 _log = logging.getLogger(__name__)
 
-#: Tables of at least this many bytes are copied into shared memory before a client asks. Copying a smaller Table takes
-#: no noticeable time.
-MIN_AHEAD = 1 << 24
-#: The lock under which a single Table at a time is copied ahead, by process id. A forked child needs a lock of its own,
+#: Tables of at least this many bytes are copied into shared memory before a client requests them. Copying a smaller
+#: Table takes no noticeable time.
+MIN_EARLY_COPY = 1 << 24
+#: The lock under which a single Table at a time is copied early, by process id. A forked child needs a lock of its own,
 #: since the inherited lock may be held by a thread that exists only in the parent.
 _turns: dict[int, threading.Lock] = {}
 
@@ -92,11 +92,11 @@ class TableDataset(StaticDataset):
     def prepare_sharing(self, wait: bool) -> None:
         if wait:
             self.regions()
-        elif MIN_AHEAD <= self.nbytes <= available_memory() // 2:
-            self._thread = threading.Thread(target=self._copy_ahead, name=f"copy {self.name}", daemon=True)
+        elif MIN_EARLY_COPY <= self.nbytes <= available_memory() // 2:
+            self._thread = threading.Thread(target=self._copy_early, name=f"copy {self.name}", daemon=True)
             self._thread.start()
 
-    def _copy_ahead(self) -> None:
+    def _copy_early(self) -> None:
         """Copy the Table in the background until it is complete or dropped.
 
         Readers do not depend on this: if they need more of the copy, they write it themselves.

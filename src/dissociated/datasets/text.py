@@ -18,7 +18,7 @@ from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.file import FileState, file_state
 from dissociated.datasets.source_errors import concealed, source_errors
-from dissociated.datasets.streamed import LiveDataset
+from dissociated.datasets.streamed import SourceDataset
 from dissociated.errors import SourceError
 
 #: The format of a text by the ending of its file, since the content does not show it.
@@ -45,14 +45,14 @@ def text_file(name: str, path: Path, options: WriteOptions | None = None, format
     """Make a dataset of a file of CSV or JSON lines; the ending of the file decides if no `format` is given.
 
     Raises:
-        SourceError: if the file cannot be read, also later, if it was modified after this call.
+        SourceError: The file cannot be read, also later, if it was modified after this call.
     """
     format = format or TEXT_FORMATS[path.suffix]
     with source_errors(name):
         state = file_state(path.stat())
         if not path.stat().st_size:
             raise SourceError(f"cannot publish {str(path)!r}: the file is empty")
-        return LiveDataset(name, lambda: _open_unchanged(name, path, format, state), options)
+        return SourceDataset(name, lambda: _open_unchanged(name, path, format, state), options)
 
 
 def _open_unchanged(name: str, path: Path, format: str, state: FileState) -> pa.RecordBatchReader:
@@ -78,12 +78,12 @@ def open_text(name: str, source: Any, format: str) -> pa.RecordBatchReader:
     """Open a reader over CSV or JSON lines.
 
     Args:
-        name: the name of the dataset, for errors.
-        source: the path of a file, or an open CSV file. JSON lines are opened twice.
+        name: The name of the dataset, for errors.
+        source: The path of a file, or an open CSV file. JSON lines are opened twice.
         format: `csv` or `jsonl`.
 
     Raises:
-        SourceError: if the text cannot be read, also while it is read, or if an integer would lose digits.
+        SourceError: The text cannot be read, also while it is read, or an integer would lose digits.
     """
     source = source if isinstance(source, str) else _WatchedText(source)
     with source_errors(name), _text_errors(name, source, format):

@@ -157,11 +157,11 @@ class AsyncBatches(AsyncIterator[Any]):
         running = sum(not job.future.done() for job in self._jobs)
         if running >= self._at_once or any(job.last for job in self._jobs):
             return False
-        ahead = sum(job.remaining for job in self._jobs) - self._outstanding
-        if ahead < 0:
+        surplus = sum(job.remaining for job in self._jobs) - self._outstanding
+        if surplus < 0:
             return True
         nbytes = sum(job.nbytes for job in self._jobs if job.remaining)
-        return ahead < self._options.readahead and nbytes < self._options.readahead_bytes
+        return surplus < self._options.readahead and nbytes < self._options.readahead_bytes
 
     def _progressed(self) -> None:
         self._progress.set()

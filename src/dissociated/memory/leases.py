@@ -29,13 +29,14 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._send_counts: Counter[int] = Counter()
+        self._addresses: set[int] = set()
+        self._repeats: Counter[int] = Counter()  # number of further sends of addresses that were sent again
         self._sends = 0  # number of sends that the client has not freed
         self._empty = 0  # number of buffers without bytes that the client may free, too
 
     def __len__(self) -> int:
         """Return the number of addresses that are held."""
-        return len(self._send_counts)
+        return len(self._addresses)
 
     @property
     def max_freed(self) -> int:
@@ -44,9 +45,19 @@ class Ledger:
 
     def hold(self, addresses: Collection[int], empty: int = 0) -> None:
         """Count one more send of each of `addresses`, and of `empty` buffers without bytes, which may be freed, too."""
-        self._send_counts.update(addresses)
         self._sends += len(addresses)
         self._empty += empty
+        before = len(self._addresses)
+        if self._addresses.isdisjoint(addresses):
+            self._addresses.update(addresses)
+            if len(self._addresses) == before + len(addresses):
+                return
+            self._addresses.difference_update(addresses)  # some of them are equal
+        for address in addresses:
+            if address in self._addresses:
+                self._repeats[address] += 1
+            else:
+                self._addresses.add(address)
 
     def release(self, addresses: Sequence[int]) -> list[int]:
         """Record that the client freed `addresses`.
@@ -60,15 +71,21 @@ class Ledger:
             RemoteProtocolError: The client does not hold an address, which is unknown or freed already. The addresses
                 before it in `addresses` have been released.
         """
-        counts = self._send_counts
+        if not self._repeats:  # the common case, in which sets do the work
+            freed = {*addresses}
+            if len(freed) == len(addresses) and freed <= self._addresses:
+                self._addresses -= freed
+                self._sends -= len(addresses)
+                return [*addresses]
         released = []
         zeros = 0
         for address in addresses:
-            count = counts.get(address, 0)
-            if count > 1:
-                counts[address] = count - 1
-            elif count:
-                del counts[address]
+            if address in self._repeats:
+                self._repeats[address] -= 1
+                if not self._repeats[address]:
+                    del self._repeats[address]
+            elif address in self._addresses:
+                self._addresses.remove(address)
                 released.append(address)
             elif address:
                 raise RemoteProtocolError(
@@ -82,8 +99,9 @@ class Ledger:
 
     def release_all(self) -> list[int]:
         """Release and return all addresses, after the client has disconnected."""
-        released = list(self._send_counts)
-        self._send_counts.clear()
+        released = [*self._addresses]
+        self._addresses.clear()
+        self._repeats.clear()
         self._sends = self._empty = 0
         return released
 

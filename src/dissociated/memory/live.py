@@ -1,4 +1,4 @@
-"""Regions for endless streams: sparse memfds in which bodies come and go.
+"""Live memory: regions for endless streams, which are sparse memfds in which bodies come and go.
 
 A body is written once. When its last address is freed, its pages are kept for a later body, since new pages cost more
 than writing them: the kernel clears them, maps them and takes them back. Of the pages that nobody holds, a region keeps
@@ -20,15 +20,16 @@ from dissociated.base.buffers import Buffer
 from dissociated.base.exit import keep_at_exit
 from dissociated.base.oserrors import store_errors
 from dissociated.memory.region import pages, reserve_base
-from dissociated.memory.shared import Backing, create_memfd, map_read_only, reopen_read_only, seal, write_parts
+from dissociated.memory.shared import Backing, create_memfd, map_read_only, reopen_read_only, seal
 
 #: Size of a region in bytes. Until it is written, it takes only address space, in both processes.
 SPAN = 1 << 36
 #: The part of a region's limit up to which freed pages are kept.
 _KEPT_SHARE = 4
+_MADV_POPULATE_WRITE = 23  # maps all pages at once, which takes less time than a page fault for each
+_POPULATED = 1 << 20  # bytes that are mapped at once, while no other thread of Python runs
 #: Number of kept pieces of memory, the last freed first, that may be looked at for a new body.
 _MAX_CANDIDATES = 64
-_EMPTY = np.empty(0, np.uint8)
 
 
 class _LiveBody:
@@ -67,7 +68,7 @@ class LiveRegion:
         #: Offset and size of freed pages that are kept, the last freed last.
         self._kept_pages: list[tuple[int, int]] = []
         self._kept_bytes = 0
-        self._has_pages = False  # whether the pages that `reserve` has returned exist
+        self._allocated = 0  # offset up to which pages were allocated
         self._max_kept = limit // _KEPT_SHARE
         self._unpunched: list[tuple[int, int]] = []  # offset and size of pages that are not punched out yet
         with store_errors(f"shared memory for {name}"), ExitStack() as undo:
@@ -112,7 +113,9 @@ class LiveRegion:
         return self.lease(at, length, extents, holders)
 
     def reserve(self, length: int) -> int:
-        """Return the offset of pages for a body of `length` bytes, which nobody holds. `write` and `lease` must follow.
+        """Return the offset of pages for a body of `length` bytes, which nobody holds.
+
+        `memory` or `write`, and then `lease`, must follow.
 
         The pages that were freed last are preferred, since the processor's caches may still have them.
         """
@@ -125,25 +128,37 @@ class LiveRegion:
                 else:
                     del self._kept_pages[index]
                 self._kept_bytes -= size
-                self._has_pages = True
                 return offset
-        self._has_pages = False
         self._trim(self.limit - self.unfreed - size)
         offset = self.offset
         self.offset += size
         return offset
 
+    def memory(self, at: int, length: int) -> np.ndarray:
+        """Return `length` writable bytes at the offset that `reserve` has just returned. `lease` must follow.
+
+        Raises:
+            StoreError: There is no memory for new pages.
+        """
+        mapping, view = self._writable_mapping
+        size = pages(length)
+        if at + size > self._allocated:
+            with store_errors("shared memory for a live stream"):
+                os.posix_fallocate(self._writable, at, size)  # writing to a page that does not exist ends the process
+            self._allocated = at + size
+            with suppress(OSError):  # an older kernel
+                for begin in range(at, at + size, _POPULATED):
+                    mapping.madvise(_MADV_POPULATE_WRITE, begin, min(_POPULATED, at + size - begin))
+        return view[at : at + length]
+
     def write(self, parts: Sequence[Buffer], at: int) -> None:
-        """Write a body at the offset that `reserve` has just returned. `lease` must follow."""
-        with store_errors("shared memory for a live stream"):
-            if not self._has_pages:
-                write_parts(self._writable, parts, at)  # raises if there is no memory for new pages
-                return
-            # A copy into pages that exist costs half as much as a system call, and cannot fail.
-            for part in parts:
-                source = np.frombuffer(part, np.uint8) if len(part) else _EMPTY
-                self._writable_map[at : at + source.size] = source
-                at += source.size
+        """Write a body at the offset that `reserve` has just returned. `lease` must follow. Raise as `memory` does."""
+        memory = self.memory(at, sum(map(len, parts)))
+        begin = 0
+        for part in filter(len, parts):
+            source = np.frombuffer(part, np.uint8)
+            memory[begin : begin + source.size] = source
+            begin += source.size
 
     def body(self, at: int, length: int) -> memoryview:
         """Return the `length` bytes at this offset. They change once they are freed, so only copy from them."""
@@ -155,10 +170,11 @@ class LiveRegion:
             return memoryview(map_read_only(self.descriptor, SPAN))
 
     @cached_property
-    def _writable_map(self) -> np.ndarray:
-        mapping = mmap.mmap(self._writable, SPAN)
+    def _writable_mapping(self) -> tuple[mmap.mmap, np.ndarray]:
+        with store_errors("shared memory for a live stream"):
+            mapping = mmap.mmap(self._writable, SPAN)
         keep_at_exit(mapping)
-        return np.frombuffer(mapping, np.uint8)
+        return mapping, np.frombuffer(mapping, np.uint8)
 
     def lease(self, at: int, length: int, extents: Iterable[tuple[int, int]], holders: int) -> list[tuple[int, int]]:
         """Lease the body that was written at offset `at`. The other arguments and the result are those of `place`."""
@@ -186,12 +202,14 @@ class LiveRegion:
             body = self._bodies.get(address)
             if body is None:
                 continue
-            was_held = body.leases > 0
             if exempt:
                 body.exempt_leases -= 1
+                if not body.exempt_leases:
+                    self._release(body, was_held=False)
             else:
                 body.leases -= 1
-            self._release(body, was_held)
+                if not body.leases:
+                    self._release(body, was_held=True)
 
     def exempt(self, addresses: Iterable[int]) -> None:
         """Take one lease of each of these addresses out of the limit. The body stays until that lease ends."""

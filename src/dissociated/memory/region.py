@@ -133,8 +133,8 @@ class AddressSpace:
         return bool(regions) and all(region.static and region.device is None for region in regions)
 
     @property
-    def live(self) -> bool:
-        """Return whether there are regions whose memory is reused when it is freed."""
+    def has_live_memory(self) -> bool:
+        """Return whether there are regions whose memory is used again after it was freed."""
         return any(not region.static for region in self._sorted[1])
 
     def add(self, region: Region) -> None:

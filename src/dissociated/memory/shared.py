@@ -35,7 +35,7 @@ class Backing(IntEnum):
     FILE = 0
     #: a memfd sealed against every change
     SEALED = 1
-    #: a memfd whose size is sealed; its owner continues to write to it and to punch holes
+    #: live memory: a memfd whose size is sealed; its owner continues to write to it and to punch holes
     LIVE = 2
 
 
@@ -119,13 +119,13 @@ def map_received(descriptor: int, size: int, backing: int) -> pa.Buffer:
 
 
 def is_unused(descriptor: int) -> bool:
-    """Return whether no process has opened or mapped the same file or memfd again: the kernel then grants a lease.
+    """Return whether no process has opened or mapped the same file or memfd again, by trying a kernel lease on it.
 
     The kernel knows all processes, and asking disturbs none of them. Duplicates and mappings of this descriptor itself,
-    also those of a process that received it, do not count. The result is False on file systems that grant no leases.
+    also those of a process that received it, do not count. The result is False on file systems without kernel leases.
     """
     try:
-        # The kernel signals an open during the lease. SIGIO, its default, would kill the process; SIGURG does not.
+        # The kernel signals an open during its lease. SIGIO, its default, would kill the process; SIGURG does not.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -135,7 +135,7 @@ def is_unused(descriptor: int) -> bool:
 
 
 def can_tell_unused() -> bool:
-    """Return whether `is_unused` works for memfds. Some kernels and sandboxes grant no leases.
+    """Return whether `is_unused` works for memfds. Some kernels and sandboxes have no kernel leases.
 
     Raises:
         OSError: No memfd can be made.

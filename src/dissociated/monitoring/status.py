@@ -231,7 +231,8 @@ class ServerStatus:
         changed: The numbers of changes to datasets.
         state: `running`; or `stopping` once the server accepts no connections and waits for streams in progress.
         waits_for: The numbers of the connections that a stopping server waits for.
-        unreadable_parts: On a catalog, the number of parts of current versions that no live node holds.
+        unreadable_parts: On a catalog, the number of parts of current versions that cannot be read, because their
+            nodes are away.
         unreadable_datasets: The names of datasets with such parts, at most ten.
         problem: On a node, the reason why its last report to the catalog failed; empty if it succeeded.
     """

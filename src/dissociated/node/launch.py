@@ -21,7 +21,6 @@ from dissociated.base.oserrors import store_errors
 from dissociated.base.private import open_private_directory, open_private_file, read_private_file
 from dissociated.client.calls import CatalogClient
 from dissociated.errors import AccessDenied, DissociatedError, StoreError
-from dissociated.store.eviction import Policy
 from dissociated.store.layout import NODE_LOG, START_LOCK, known_id, store_id
 
 #: The environment variable with the directory of this user's default store.
@@ -94,12 +93,6 @@ def _running(store: int, directory: Path, timeout: float = _ANSWER_TIMEOUT) -> N
 def ensure(
     directory: str | os.PathLike[str] | None = None,
     *,
-    catalog: str | None = None,
-    limit: int | None = None,
-    policy: Policy = Policy.REFUSE,
-    spill: str | os.PathLike[str] | None = None,
-    listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0"),
-    flight: str | None = None,
     idle_exit: float | None = None,
     empty_exit: float | None = None,
     options: Sequence[str] = (),
@@ -113,15 +106,9 @@ def ensure(
 
     Args:
         directory: The directory of the store; by default `default_store()`.
-        catalog: The URI of the upstream catalog that the node belongs to; None for a node with its own database.
-        limit: The maximum number of bytes in the store.
-        policy: The behaviour of the store at its limit.
-        spill: A directory to which the store moves versions at its limit.
-        listen: The URIs at which the node serves datasets.
-        flight: The URI of the node's catalog. By default, only this user can reach the catalog: see `Node`.
         idle_exit: The number of seconds without readers or writers after which the node ends. Committed data stay.
         empty_exit: The number of seconds without readers, writers and data after which the node ends.
-        options: Further options of the command `dissociated node`, for example for access control.
+        options: Further options of the command `dissociated node`, such as `["--limit=8GiB", "--policy=evict"]`.
         starter: The read end of a pipe, which the caller keeps. When the write end is closed in all processes, the node
             ends if no version was committed and no client is connected.
         timeout: The number of seconds in which the node must answer.
@@ -142,19 +129,11 @@ def ensure(
         ```
     """
     store = Path(directory or default_store()).absolute()
-    arguments = ["--store", str(store), "--policy", policy.value]
-    for uri in listen:
-        arguments += ["--listen", uri]
-    for option, value in (
-        ("flight", flight),
-        ("catalog", catalog),
-        ("limit", limit),
-        ("spill", spill),
-        ("idle-exit", idle_exit),
-        ("empty-exit", empty_exit),
-    ):
-        if value is not None:
-            arguments += [f"--{option}", os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
+    arguments = [f"--store={store}"]
+    if idle_exit is not None:
+        arguments.append(f"--idle-exit={idle_exit}")
+    if empty_exit is not None:
+        arguments.append(f"--empty-exit={empty_exit}")
     arguments += options
     deadline = time.monotonic() + timeout
     with store_errors(f"the store {store}"):

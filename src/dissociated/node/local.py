@@ -95,14 +95,13 @@ def restart_here(catalog: str) -> bool:
 def _ensure_here(catalog: str) -> NodeAddress:
     options = _options()
     address = "127.0.0.1" if is_unix(catalog) else _local_address(catalog)
+    defaults = [f"--catalog={catalog}"]
+    if not _option_value("--listen", options):
+        defaults += ["--listen=shm:", f"--listen=tcp://{address}:0"]
+    if not is_unix(catalog):
+        defaults.append(f"--flight=grpc://{address}:0")
     return ensure(
-        _store(catalog, options),
-        catalog=catalog,
-        listen=() if _option_value("--listen", options) else ("shm:", f"tcp://{address}:0"),
-        flight=None if is_unix(catalog) else f"grpc://{address}:0",
-        empty_exit=EMPTY_EXIT,
-        options=options,
-        timeout=_START_TIMEOUT,
+        _store(catalog, options), empty_exit=EMPTY_EXIT, options=[*defaults, *options], timeout=_START_TIMEOUT
     )
 
 

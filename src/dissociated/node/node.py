@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +18,12 @@ from dissociated.base.private import open_private_directory, write_private_file
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
-from dissociated.control.access import Authorize, Owner, security
+from dissociated.catalog.upstream import HEARTBEAT_INTERVAL
+from dissociated.control.access import Security
 from dissociated.control.catalog_uri import UNIX_SCHEME, is_unix, is_usable, unix_uri
 from dissociated.monitoring.status import ConsumerStatus
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress
+from dissociated.server.options import ServerOptions
 from dissociated.server.server import Server
 from dissociated.store.handover import HandoverListener
 from dissociated.store.store import Store
@@ -57,14 +59,12 @@ class Node(ProcessBound):
         retain: See `CatalogService`.
         heartbeat_interval: See `CatalogService`.
         advertise: See `ServerOptions`.
-        ticket_lifetime: See `ServerOptions`.
-        secret: See `ServerOptions`. A node and its upstream catalog need the same secret.
-        authorize: See `ServerOptions`.
-        tls_cert: See `ServerOptions`.
-        tls_key: See `ServerOptions`.
-        tls_roots: The certificates to trust. A node and its upstream catalog must trust each other's certificates.
+        security: The access rules for clients, and the credentials of this process: see `security` of
+            `dissociated.control.access`. A node and its upstream catalog need the same secret, and must trust each
+            other's certificates.
         metrics: See `ServerOptions`.
         http: See `ServerOptions`.
+        lease_timeout: See `ServerOptions`.
         max_metadata: See `ServerOptions`.
 
     Raises:
@@ -84,45 +84,27 @@ class Node(ProcessBound):
         catalog: str | None = None,
         database: str = ":memory:",
         retain: float = RETAIN,
-        heartbeat_interval: float = 5.0,
+        heartbeat_interval: float = HEARTBEAT_INTERVAL,
         advertise: str | None = None,
-        ticket_lifetime: float | None = None,
-        secret: bytes | None = None,
-        authorize: Authorize | Iterable[str] | Mapping[str, Owner] | None = None,
-        tls_cert: str | os.PathLike[str] | None = None,
-        tls_key: str | os.PathLike[str] | None = None,
-        tls_roots: str | os.PathLike[str] | None = None,
+        security: Security | None = None,
         metrics: str | None = None,
         http: str | None = None,
+        lease_timeout: float = ServerOptions.lease_timeout,
         max_metadata: int = MAX_METADATA,
     ) -> None:
         self.store = store
         with ExitStack() as undo:
             undo.callback(store.close)
-            guarded = security(
-                ticket_lifetime=ticket_lifetime,
-                secret=secret,
-                authorize=authorize,
-                tls_cert=tls_cert,
-                tls_key=tls_key,
-                tls_roots=tls_roots,
-                peers=True,
+            options = ServerOptions(
+                [self._listen_uri(uri) for uri in listen],
+                catalog=None,
+                advertise=advertise,
+                metrics=metrics,
+                http=http,
+                lease_timeout=lease_timeout,
+                max_metadata=max_metadata,
             )
-            self.server = undo.enter_context(
-                Server(
-                    [self._listen_uri(uri) for uri in listen],
-                    catalog=None,
-                    advertise=advertise,
-                    ticket_lifetime=ticket_lifetime,
-                    secret=secret if ticket_lifetime is not None else None,
-                    tls_cert=tls_cert,
-                    tls_key=tls_key,
-                    metrics=metrics,
-                    authorize=guarded.authorize,
-                    http=http,
-                    max_metadata=max_metadata,
-                )
-            )
+            self.server = undo.enter_context(Server.of(options, security))
             backend = StoreBackend(store, self.server.registry)
             self._handover = undo.enter_context(
                 closing(HandoverListener(self._socket(_MEMFD_SOCKET), backend.hand_over))
@@ -136,7 +118,7 @@ class Node(ProcessBound):
                 retain=retain,
                 heartbeat_interval=heartbeat_interval,
                 advertise=advertise,
-                security=guarded,
+                security=security,
             )
             self.server.use_catalog(self.service)
             self._closed = False

@@ -43,10 +43,14 @@ def decode_reason(content: bytes) -> str:
     return content.decode(errors="replace")
 
 
-def reason_error(reason: str, peer: str) -> DissociatedError:
+def reason_error(reason: str, peer: str) -> RemoteError:
     """Return the error to raise for the `reason` of a `peer`: a RemoteError, which is of the class of its code, too."""
     text, _, code = reason.partition(_SEPARATOR)
-    number, _, reference = code.partition(" ")
-    kind = NUMBERED_ERRORS.get(int(number)) if number.isascii() and number.isdigit() and len(number) < 6 else None
+    digits, _, reference = code.partition(" ")
+    number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 6 else None
+    kind = None if number is None else NUMBERED_ERRORS.get(number)
     message = text or f"{peer} gave up and did not say why"
-    return reported_error(RemoteError, message, None if kind is None else kind.code, reference or None)
+    error = reported_error(RemoteError, message, None if kind is None else kind.code, reference or None)
+    assert isinstance(error, RemoteError)
+    error.number = number
+    return error

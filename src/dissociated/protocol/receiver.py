@@ -12,7 +12,7 @@ from dissociated.format.layout import SchemaLayout, layout_of
 from dissociated.format.message import MISREAD, Header, HeaderType, buffer_extents, parse_header
 from dissociated.protocol.delivery import Delivered, Delivery
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.run import recognise
+from dissociated.protocol.run import recognize
 from dissociated.protocol.states import Machine, Move, Side, State
 from dissociated.protocol.wire import (
     SEQUENCE_MASK,
@@ -245,7 +245,7 @@ class Receiver:
             or not self._is_new(run.length)
         ):
             return None
-        batches = recognise(run, self.sequence)
+        batches = recognize(run, self.sequence)
         if batches is not None:
             self._check_buffers(batches.headers[0].tobytes(), batches.parsed, self.sequence)
             self.sequence = end

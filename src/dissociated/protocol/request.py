@@ -169,7 +169,7 @@ class Request:
         selection: The selected part of the stream; None for all.
         streams: The requested streams; None for those of the want_data tag.
         keep: Whether another request may follow on the connection.
-        ahead: Whether the client reads other streams first.
+        reads_others_first: Whether the client may take nothing for a long time, because it reads other streams first.
         part: The id of the requested publication; None for the current one with this ticket.
         traceparent: The trace context of the client, if it has sent a valid one.
     """
@@ -178,7 +178,7 @@ class Request:
     selection: Selection | None = None
     streams: Streams | None = None
     keep: bool = False
-    ahead: bool = False
+    reads_others_first: bool = False
     part: str | None = None
     traceparent: str | None = None
 
@@ -193,7 +193,7 @@ class Request:
             return cls(identifier)
         ticket, members = _split(identifier)
         traceparent, keep = members.pop(TRACEPARENT, None), members.pop("keep", False)
-        ahead, part = members.pop("ahead", False), members.pop("part", None)
+        reads_others_first, part = members.pop("ahead", False), members.pop("part", None)
         try:
             rows = RowSelection.parse(members.pop("rows")) if "rows" in members else None
             streams = _STREAMS[members.pop("streams")] if "streams" in members else None
@@ -201,7 +201,7 @@ class Request:
             raise _unreadable() from None
         if not all(_readable(kind, items) for kind, items in members.items()):
             raise _unreadable()
-        if not (isinstance(keep, bool) and isinstance(ahead, bool) and isinstance(part, str | None)):
+        if not (isinstance(keep, bool) and isinstance(reads_others_first, bool) and isinstance(part, str | None)):
             raise _unreadable()
         if members.keys() >= {"columns", "fields"}:
             raise _unreadable()
@@ -211,7 +211,7 @@ class Request:
             None if selection == Selection() else selection,
             streams,
             keep,
-            ahead,
+            reads_others_first,
             part,
             traceparent if is_traceparent(traceparent) else None,
         )

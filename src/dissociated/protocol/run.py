@@ -1,7 +1,7 @@
 """Encoding and recognition of runs: many record batches of one layout that travel together.
 
 Thousands of small messages that differ in a few numbers only are checked here with NumPy, column by column, instead of
-one by one. A run is recognised only if all of its messages are certainly valid. The messages of any other run go to the
+one by one. A run is recognized only if all of its messages are certainly valid. The messages of any other run go to the
 Receiver one by one, which reports their errors.
 """
 
@@ -47,11 +47,11 @@ def encode(sequence: int, header: bytes, bodies: Sequence[Buffer]) -> Run:
     )
 
 
-def recognise(run: Run, sequence: int) -> PackedBatches | SharedBatches | None:
+def recognize(run: Run, sequence: int) -> PackedBatches | SharedBatches | None:
     """Return the record batches of `run`, the first of which must have the number `sequence`.
 
     Returns:
-        The batches with their packed bodies or addresses; None if they cannot be recognised together.
+        The batches with their packed bodies or addresses; None if they cannot be recognized together.
     """
     untagged = np.frombuffer(run.untagged, np.uint8).reshape(run.length, run.untagged_size)
     if run.untagged_size <= PREFIX_SIZE:

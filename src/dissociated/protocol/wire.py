@@ -152,8 +152,8 @@ def unwrap(sequence: int, near: int) -> int:
 
     It is the right count if the two sides are less than 2^31 messages apart (RFC 1982, serial number arithmetic).
     """
-    ahead = (sequence - near) & SEQUENCE_MASK
-    return near + ahead if ahead < _HALF else near + ahead - (SEQUENCE_MASK + 1)
+    distance = (sequence - near) & SEQUENCE_MASK
+    return near + distance if distance < _HALF else near + distance - (SEQUENCE_MASK + 1)
 
 
 # Lists of addresses

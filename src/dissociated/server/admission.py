@@ -45,7 +45,7 @@ class Limits:
             raise OptionError(f"max_idle is {self.max_idle!r}; it must be 0 or more")
 
     @property
-    def ahead(self) -> Limits:
+    def for_reading_others_first(self) -> Limits:
         """The limits of a stream whose client reads others first. It may stall for as long as it may hold memory."""
         return replace(self, stall_timeout=max(self.stall_timeout, self.lease_timeout))
 
@@ -124,8 +124,8 @@ class Admission:
         """Count a connection whose request has arrived.
 
         Raises:
-            ConnectionClosed: if the connection was interrupted meanwhile because it was too slow.
-            ServerFull: if more than `max_connections` connections would be served.
+            ConnectionClosed: The connection was interrupted meanwhile because it was too slow.
+            ServerFull: More than `max_connections` connections would be served.
         """
         with self._changed:
             if connection not in self._pending and connection not in self._idle:
@@ -154,13 +154,13 @@ class Admission:
         for segment in segments:
             self._activity.kept_memory.watch(segment)
 
-    def admit_live(self, name: str) -> None:
-        """Check that a client may read the live stream `name` over shared memory.
+    def admit_stream(self, name: str) -> None:
+        """Check that a client may read the stream `name` through live memory.
 
-        If `kept_limit` is not set, only the memory of live streams counts, up to `_KEPT_SHARE` times `live_limit`.
+        If `kept_limit` is not set, only live memory counts, up to `_KEPT_SHARE` times `live_limit`.
 
         Raises:
-            SourceError: if consumers that were cut off still hold as much memory as the limit allows.
+            SourceError: Consumers that were cut off still hold as much memory as the limit allows.
         """
         if self._limits.kept_limit is not None:
             self.admit_static(name)
@@ -171,7 +171,7 @@ class Admission:
         """Check that a client may read the static dataset `name` over shared memory.
 
         Raises:
-            SourceError: if `kept_limit` is set, and consumers that were cut off still hold that much memory.
+            SourceError: `kept_limit` is set, and consumers that were cut off still hold that much memory.
         """
         if self._limits.kept_limit is not None:
             self._check_kept(name, self._activity.kept_bytes, self._limits.kept_limit)

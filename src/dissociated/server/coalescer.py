@@ -41,7 +41,9 @@ class Coalescer:
         self._last_activity = 0.0  # the time at which the last message was added, or the last send ended
         self._burst = 0  # number of messages that the last one followed without a pause
         self._changed = threading.Condition()  # held during a send; notified to wake the idle thread
-        self._thread: threading.Thread | None = None  # sends messages that are due; started by the first that waits
+        self._thread: threading.Thread | None = (
+            None  # sends messages that are due; started with the first message that waits
+        )
         self._idle = False  # whether the thread waits to be notified of a message
         self._closed = False
         self._error: BaseException | None = None  # of `send` in the thread, until a caller has got it
@@ -78,7 +80,7 @@ class Coalescer:
             try:
                 raise error
             finally:
-                del error  # or it would refer to itself through this frame, and keep what was being sent
+                del error  # else the error, through this frame, would keep itself and the messages alive
         if waiting:
             self._send(waiting)
             self._last_activity = time.monotonic()

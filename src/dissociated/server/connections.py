@@ -46,13 +46,13 @@ def open_listener(uri: Uri, certificate: tuple[str, str] | None, allow_rma: bool
     """Open a listener at `uri`. The caller closes it.
 
     Args:
-        uri: the address; its own `cert` and `key` parameters take precedence over `certificate`.
-        certificate: paths of the server's certificate and key, used for `tls:`.
-        allow_rma: whether clients over `ucx:` and `fabric:` may fetch bodies from this process's memory (RMA).
+        uri: The address; its own `cert` and `key` parameters take precedence over `certificate`.
+        certificate: Paths of the server's certificate and key, used for `tls:`.
+        allow_rma: Whether clients over `ucx:` and `fabric:` may fetch bodies from this process's memory (RMA).
 
     Raises:
-        UriError: if the URI is invalid.
-        TransportError: if the address cannot be listened at.
+        UriError: The URI is invalid.
+        TransportError: The server cannot listen at the address.
     """
     if uri.scheme == "tls" and certificate is not None:
         uri = uri.with_parameters(**{"cert": certificate[0], "key": certificate[1], **uri.parameters})
@@ -125,8 +125,8 @@ class Connections:
         stays valid without this process.
 
         Args:
-            timeout: seconds, in all.
-            on_waiting: called with the connections that are waited for, first at once and then whenever they have
+            timeout: Seconds, in all.
+            on_waiting: Called with the connections that are waited for, first at once and then whenever they have
                 changed, but at most every `_REPORT_INTERVAL` seconds.
 
         Returns:
@@ -223,9 +223,9 @@ class Connections:
         """Serve one stream, and log its end. Close the connection unless another stream may follow.
 
         Args:
-            connection: the connection.
-            stats: the statistics of the stream.
-            request: the client's request if it was received already; None for a new connection.
+            connection: The connection.
+            stats: The statistics of the stream.
+            request: The client's request if it was received already; None for a new connection.
 
         Returns:
             Whether another stream may follow.

@@ -24,10 +24,10 @@ _FIRST_GROUP_SIZE = 128
 #: takes as long as reading it. Keeping it encoded takes a third of the memory that the message itself takes.
 _MAX_CACHED_MESSAGES = 1 << 20
 _UNLIMITED = 1 << 63
-#: Largest body, in bytes, that is copied if it lies in a file that a user may modify: over media of which the kernel
-#: reads larger bodies, if their metadata can follow them, and otherwise. Each client costs as much memory.
+#: Largest body, in bytes, that is copied if it lies in a file that a user may modify. Each client costs as much memory.
+#: The lower limit applies if the kernel reads larger bodies from the file itself, and their metadata can follow them.
 _MAX_COPIED, _MAX_COPIED_HERE = 1 << 16, 1 << 24
-#: Bytes of bodies of a group that are copied, and one body more.
+#: Bytes of copied bodies after which a group ends.
 _COPIED_BYTES = 1 << 18
 
 
@@ -68,16 +68,16 @@ def encode_groups(
     So a body that the connection reads in the file is sent before its metadata, with which the next group begins.
 
     Args:
-        dataset: keeps the encoded groups for later connections of the same kind.
-        messages: the messages to encode.
-        first: the sequence number of the first message.
-        connection: the connection that the messages are encoded for.
-        streams: the streams that travel over this connection.
-        segment_number: the number of the segment that the bodies lie in, among the segments that are sent; bodies then
+        dataset: Keeps the encoded groups for later connections of the same kind.
+        messages: The messages to encode.
+        first: The sequence number of the first message.
+        connection: The connection that the messages are encoded for.
+        streams: The streams that travel over this connection.
+        segment_number: The number of the segment that the bodies lie in, among the segments that are sent; bodies then
             travel by address. None if all bodies travel inline.
-        is_growing: whether the segment is still being written. Groups are then small, so that each can be sent as soon
+        is_growing: Whether the segment is still being written. Groups are then small, so that each can be sent as soon
             as its bodies are written, and are not kept.
-        inline_limit: bodies of up to this many bytes travel inline even if they lie in a segment.
+        inline_limit: Bodies of up to this many bytes travel inline even if they lie in a segment.
 
     Yields:
         The encoded groups, in order.
@@ -87,7 +87,7 @@ def encode_groups(
     copies = dataset.is_modifiable and max_inline > 0 and bool(streams & Streams.BODIES)
     max_whole = _UNLIMITED  # bytes of the largest body whose metadata is sent before it
     if copies:
-        has_metadata = streams is Streams.BOTH  # otherwise there is none to hold back
+        has_metadata = streams is Streams.BOTH  # which can be held back until the body was sent
         max_copied = _MAX_COPIED if connection.reads_in_kernel and has_metadata else _MAX_COPIED_HERE
         if connection.copies and has_metadata:
             max_whole = max_copied

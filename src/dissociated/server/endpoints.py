@@ -25,9 +25,9 @@ class Endpoints(OwnLocations):
     `listeners` may still grow: each method uses those that are in it when it is called.
     """
 
-    def __init__(self, listeners: Sequence[Listener], default_host: str, chooses_rows: bool) -> None:
+    def __init__(self, listeners: Sequence[Listener], default_host: str, applies_filters: bool) -> None:
         self._listeners = listeners
-        self._selections = dict((REQUEST_PARAMETER, FILTER_PARAMETER) if chooses_rows else (REQUEST_PARAMETER,))
+        self._selections = dict((REQUEST_PARAMETER, FILTER_PARAMETER) if applies_filters else (REQUEST_PARAMETER,))
         self._default_host = default_host
         self._advertised: dict[Listener, Uri] = {}  # the hosts and ports that replace those of listeners
         self._texts: dict[tuple[Listener, bool, bool, bool], str] = {}  # locations that many datasets share

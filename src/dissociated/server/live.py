@@ -1,4 +1,4 @@
-"""Sending of live streams to one client, from a source opened for this client or read once for several clients."""
+"""Sending through live memory to one client, from a source that is read for this client or once for all clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MIN_UNREAD_WAIT, _MAX_UNREAD_WAIT = 0.001, 0.016  # seconds between looks at wh
 _ROOM_TIMEOUT = 1.0  # seconds that a client has to free memory before bodies are sent inline
 
 
-class _LiveSending(Sending):
+class _LiveMemorySending(Sending):
     """The sending of messages that are made one after another. Memory that the client frees is used for later ones."""
 
     def __init__(self, client: ClientRequest, name: str) -> None:
@@ -43,14 +43,14 @@ class _LiveSending(Sending):
 
     def _admit(self) -> None:
         if self._mapped:
-            self._admission.admit_live(self._name)
+            self._admission.admit_stream(self._name)
 
     def _encode_together(self, items: Sequence[LiveMessage], body: Callable[[LiveMessage], Body | None]) -> Any:
         """Encode all of `items` to be sent in one call, with alike neighbours combined into runs.
 
         Args:
-            items: the messages to send.
-            body: called for each message outside a run; it returns the body to send, or None for no body.
+            items: The messages to send.
+            body: Called for each message outside a run; it returns the body to send, or None for no body.
 
         Returns:
             The messages, as `Connection.prepare` returns them.
@@ -74,7 +74,7 @@ class _LiveSending(Sending):
             self._connection.send(encoded, self._limits.stall_timeout)
 
     def _encode_message(self, header: bytes, body: Body | None) -> list[Message]:
-        """Encode the next message. Its metadata is checked here, as a live stream is not known when it is published."""
+        """Encode the next message. Its metadata is checked here, since the messages of a stream are unknown before."""
         self._check(header)
         return self._sender.send(header, body)
 
@@ -94,7 +94,7 @@ class _LiveSending(Sending):
         self._hold([address for address, length in extents if length], len(extents))
 
 
-class StreamedSending(_LiveSending):
+class StreamedSending(_LiveMemorySending):
     """The sending of messages that are made for one client alone, through live memory of that client."""
 
     def __init__(self, client: ClientRequest, dataset: StreamedDataset) -> None:
@@ -130,7 +130,7 @@ class StreamedSending(_LiveSending):
                 self._take_frees()
 
     @property
-    def holds_live(self) -> bool:
+    def holds_live_memory(self) -> bool:
         return bool(len(self._ledger))
 
     @property
@@ -212,7 +212,7 @@ class _Encoding(NamedTuple):
     unsent: Collection[int]
 
 
-class BroadcastSending(_LiveSending):
+class BroadcastSending(_LiveMemorySending):
     """The sending of a broadcast: messages that several clients share, and memory that they lease together.
 
     While the connection's thread waits, the pump's thread may send: see `Consumer`. The two take turns by a lock.
@@ -252,7 +252,7 @@ class BroadcastSending(_LiveSending):
                 return
             self._take_frees()
             if live.policy != "block" and not consumer.cut_off and self._connection.unread:
-                # Messages that are sent can be dropped no more, and would be old when the client comes to them.
+                # Sent messages can no longer be dropped, and would be old by the time the client reads them.
                 self._connection.wait(unread_wait)
                 unread_wait = min(2 * unread_wait, _MAX_UNREAD_WAIT)
                 continue
@@ -275,7 +275,7 @@ class BroadcastSending(_LiveSending):
 
     def _take(self, consumer: Consumer) -> list[LiveMessage]:
         """Take the messages to send next."""
-        # Bodies that are sent by address do not count, unless they should wait where they can be dropped.
+        # Bodies that are sent by address do not count, unless the policy may still drop waiting messages.
         by_address = self._mapped and not self._half_closed and not self._limits.inline_limit
         maps = by_address and self._dataset.live.policy == "block"
         return self._fanout.take(consumer, MAX_SEND_MESSAGES, MAX_SEND_BYTES, maps)
@@ -319,7 +319,7 @@ class BroadcastSending(_LiveSending):
             try:
                 raise error
             finally:
-                del error  # or it would refer to itself through this frame, and keep what was being sent
+                del error  # else the error, through this frame, would keep itself and the messages alive
         if self._connection.sends_at_once and self._connection.backlog:
             self._connection.send((), self._limits.stall_timeout)
 
@@ -328,7 +328,7 @@ class BroadcastSending(_LiveSending):
         return self._consumer is not None
 
     @property
-    def holds_live(self) -> bool:
+    def holds_live_memory(self) -> bool:
         return self._consumer is not None and bool(len(self._ledger))
 
     @property
@@ -363,9 +363,9 @@ class BroadcastSending(_LiveSending):
         """Send all of `items` in one call.
 
         Args:
-            consumer: the consumer.
-            items: the messages to send.
-            encodings: see `Consumer`. The messages are then sent without waiting.
+            consumer: The consumer.
+            items: The messages to send.
+            encodings: See `Consumer`. The messages are then sent without waiting.
 
         Returns:
             The number of messages and the total bytes of their bodies.

@@ -23,9 +23,9 @@ def want_tag(streams: Streams, packed: bool, device: bool = False) -> int:
     """Return the tag of a `want_data` message.
 
     Args:
-        streams: the requested streams.
-        packed: whether all bodies must be packed. Otherwise the server may send addresses.
-        device: whether these addresses may be on a device.
+        streams: The requested streams.
+        packed: Whether all bodies must be packed. Otherwise the server may send addresses.
+        device: Whether these addresses may be on a device.
     """
     return _WANT | streams.value | (_PACKED if packed else 0) | (_DEVICE if device else 0)
 
@@ -63,15 +63,15 @@ def receive(connection: Connection, timeout: float, max_freed: int = 0) -> Incom
     """Return the next message of the client, or None if the client has ended its side of the connection.
 
     Raises:
-        RemoteProtocolError: if the message is longer than `max_message(max_freed)`.
-        DissociatedError: further errors of `Connection.receive`.
+        RemoteProtocolError: The message is longer than `max_message(max_freed)`.
+        DissociatedError: Further errors of `Connection.receive`.
     """
     limit = max_message(max_freed)
 
     def allocate(tag: int | None, length: int) -> Buffer:
         if length > limit:
             raise RemoteProtocolError(
-                f"the client sent a message of {length} bytes; at most {limit} are taken", rule="frame-length"
+                f"the client sent a message of {length} bytes; at most {limit} are accepted", rule="frame-length"
             )
         return bytearray(length)
 

@@ -62,7 +62,7 @@ class Sending(ABC):
         self._streams = client.streams
         self._by_address = not client.packed and bool(client.streams & Streams.BODIES)
         self._ledger = Ledger()
-        self._half_closed = False  # whether the client has ended its side, after which it can free nothing any more
+        self._half_closed = False  # whether the client has ended its side, and so can free nothing
         client.stats.leases = self._ledger
 
     @abstractmethod
@@ -73,19 +73,19 @@ class Sending(ABC):
         """Receive `free_data` messages until the client holds nothing or has disconnected.
 
         Args:
-            timeout: seconds that the client may be silent.
+            timeout: Seconds that the client may be silent.
 
         Raises:
-            DeadlineExceeded: if the client is silent for longer.
-            ConnectionClosed: if the client disconnects without ending its side, while it holds memory.
-            RemoteProtocolError: if the client sends an invalid message.
+            DeadlineExceeded: The client is silent for longer.
+            ConnectionClosed: The client disconnects without ending its side, while it holds memory.
+            RemoteProtocolError: The client sends an invalid message.
         """
         while len(self._ledger):
             incoming = self._receive(timeout)
             if incoming is None:
                 if self._connection.shares_memory and not self._half_closed and self._connection.arrived():
                     raise ConnectionClosed(f"the client disconnected while it held {len(self._ledger)} addresses")
-                if self._connection.shares_memory and not self.holds_live:  # for live memory, the caller waits
+                if self._connection.shares_memory and not self.holds_live_memory:  # for live memory, the caller waits
                     self._wait_disconnected(timeout)
                 return
             self._receive_free(incoming)
@@ -96,7 +96,7 @@ class Sending(ABC):
         return False
 
     @property
-    def holds_live(self) -> bool:
+    def holds_live_memory(self) -> bool:
         """Whether the client holds memory that is reused once it was freed."""
         return False
 
@@ -122,7 +122,7 @@ class Sending(ABC):
         """Release everything that is held for this client.
 
         Args:
-            disconnected: whether the client is known to be gone. Otherwise memory that it may still map is not reused.
+            disconnected: Whether the client is known to be gone. Otherwise memory that it may still map is not reused.
         """
         self._ledger.release_all()
 
@@ -162,7 +162,7 @@ class Sending(ABC):
         then assumed to be gone, so that the stream goes on for the other consumers.
 
         Raises:
-            ConnectionClosed: if the client is gone, or is assumed to be gone.
+            ConnectionClosed: The client is gone, or is assumed to be gone.
         """
         is_certain = self._connection.shares_memory  # these media tell a client that still receives from a lost one
         if self._connection.arrived() or (self.joined and not is_certain):
@@ -173,7 +173,7 @@ class Sending(ABC):
         """Wait until the client has disconnected, since it can free nothing any more.
 
         Raises:
-            DeadlineExceeded: if the client is still connected after `timeout` seconds.
+            DeadlineExceeded: The client is still connected after `timeout` seconds.
         """
         end = time.monotonic() + timeout
         while not self._connection.arrived():
@@ -221,9 +221,9 @@ class StaticSending(Sending):
         """Send messages, each only after its body was written.
 
         Args:
-            messages: the messages to send.
-            segment_number: the number of the segment that the bodies lie in; None to send the bodies inline.
-            growing_segment: that segment if it is still being written; otherwise None.
+            messages: The messages to send.
+            segment_number: The number of the segment that the bodies lie in; None to send the bodies inline.
+            growing_segment: That segment if it is still being written; otherwise None.
         """
         connection, inline_limit = self._connection, self._limits.inline_limit or 0
         groups = encode_groups(
@@ -276,7 +276,7 @@ class DeviceSending(Sending):
             self._take_frees()
 
     @property
-    def holds_live(self) -> bool:
+    def holds_live_memory(self) -> bool:
         # The client may have opened the handle even if it leases no address. Only its disconnection shows that the
         # handle is closed.
         return True

@@ -6,7 +6,6 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from dissociated.base.exit import act_at_exit
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import host_name
 from dissociated.codec.options import WriteOptions
+from dissociated.control.access import Grant, Security
 from dissociated.control.commit import Commit, check_name
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.broadcast import Broadcast
@@ -56,9 +56,9 @@ class Server(ProcessBound):
     options as one object. Use the server as a context manager, or `close` it.
 
     Raises:
-        UriError: if an address is invalid.
-        TransportError: if an address cannot be listened at.
-        OptionError: if an option is invalid.
+        UriError: An address is invalid.
+        TransportError: The server cannot listen at an address.
+        OptionError: An option is invalid.
 
     Example:
         ```python
@@ -72,10 +72,13 @@ class Server(ProcessBound):
 
     @takes_fields(ServerOptions)
     def __init__(self, options: ServerOptions) -> None:
+        self._open(options, options.security())
+
+    def _open(self, options: ServerOptions, security: Security) -> None:
         #: The limits on clients.
         self.limits: Limits = options
         #: The access rules of the server.
-        self.security = options.security()
+        self.security = security
         #: The datasets that are served.
         self.registry = Registry(self.security.tickets, options.choose_rows)
         #: The counters of the server, which the catalog updates, too.
@@ -86,7 +89,7 @@ class Server(ProcessBound):
         self._connections = Connections(self._listeners, self.registry, self.limits, self.activity)
         #: The URIs at which datasets can be requested.
         self.endpoints = Endpoints(self._listeners, options.advertise or host_name(), options.choose_rows)
-        self._catalog: CatalogService | None = None
+        self._service: CatalogService | None = None
         self._metrics: HttpService | None = None
         self._dashboard: Dashboard | None = None
         self._lock = threading.Lock()  # of `_closed`
@@ -102,7 +105,7 @@ class Server(ProcessBound):
                 from dissociated.catalog.backend import StageBackend
                 from dissociated.catalog.service import CatalogService
 
-                self._catalog = CatalogService(
+                self._service = CatalogService(
                     options.catalog,
                     self.holdings(StageBackend()),
                     retain=options.retain,
@@ -128,8 +131,12 @@ class Server(ProcessBound):
         self.bind_to_process()
 
     @classmethod
-    def of(cls, options: ServerOptions) -> Server:
+    def of(cls, options: ServerOptions, security: Security | None = None) -> Server:
         """Create a server from an options object. Raises the same errors as `Server`.
+
+        Args:
+            options: The options.
+            security: The access rules, if they are made already. Default: those of the options.
 
         Example:
             ```python
@@ -140,7 +147,9 @@ class Server(ProcessBound):
                 server.publish("flights", table)
             ```
         """
-        return cls(**{field.name: getattr(options, field.name) for field in fields(options)})
+        server = cls.__new__(cls)
+        server._open(options, security or options.security())
+        return server
 
     def after_fork_in_child(self) -> None:
         """Unregister the handler at exit, since the parent process owns the server. See `dissociated.base.fork`."""
@@ -169,27 +178,28 @@ class Server(ProcessBound):
         memory. The dataset can be read in the meantime.
 
         Args:
-            name: the name of the dataset.
-            source: a Table, a reader, record batches, a path, a callable, tensors, and more: see
+            name: The name of the dataset.
+            source: A Table, a reader, record batches, a path, a callable, tensors, and more: see
                 `dissociated.datasets.sources.make_dataset`.
-            schema: the schema of an iterator or a list of record batches, which may then be empty.
-            options: how batches are written: compression, alignment, dictionary deltas. An IPC file is served as it
+            schema: The schema of an iterator or a list of record batches, which may then be empty.
+            options: How batches are written: compression, alignment, dictionary deltas. An IPC file is served as it
                 is, and takes no options.
-            ticket: the bytes by which clients request the dataset. With signed tickets, the identifier that they are
+            ticket: The bytes by which clients request the dataset. With signed tickets, the identifier that they are
                 signed for. Default: random bytes. Two servers that publish the same source with the same ticket can
                 share the work: a client reads metadata from one and bodies from the other.
-            live: read the source once for all clients together, each with its own position in the stream. `Live` says
+            live: Read the source once for all clients together, each with its own position in the stream. `Live` says
                 which clients may join, and when a client that stalls is cut off. Default: each client has a reading of
                 its own.
-            wait: publish a Table only after its copy in shared memory was made, and raise errors of copying here.
-            ttl: seconds after which the catalog of this server drops the dataset, at most 1e10.
+            wait: Publish a Table only after its copy in shared memory was made, and raise errors of copying here.
+            ttl: Seconds after which the catalog of this server drops the dataset, at most 1e10.
 
         Raises:
-            SourceError: if the source cannot be read.
-            StoreError: if a file cannot be read, or there is no room for the copy.
-            FormatError: if the source cannot be written with these options.
-            OptionError: if `name`, `options`, `live` or `ttl` is invalid, or `ttl` is set and there is no catalog.
-            DissociatedError: if the ticket belongs to another dataset or is reserved, or the server is closed.
+            SourceError: The source cannot be read.
+            StoreError: A file cannot be read, or there is no room for the copy.
+            FormatError: The source cannot be written with these options.
+            OptionError: `name`, `options`, `live` or `ttl` is invalid, `ttl` is set and there is no catalog,
+                `schema` is given for a source that has its own, or the ticket is too long.
+            DissociatedError: The ticket belongs to another dataset or is reserved, or the server is closed.
 
         Example:
             ```python
@@ -200,18 +210,19 @@ class Server(ProcessBound):
         """
         self.check_process()
         Commit(name, ttl=ttl)  # raises for an invalid name or time to live
-        if ttl is not None and self._catalog is None:
+        if ttl is not None and self._service is None:
             raise OptionError("ttl needs a catalog, which this server does not have: create the server with one")
         dataset = (
             make_dataset(name, source, options, schema)
             if live is None
-            else Broadcast(name, source, live, self.limits.live_limit, options)
+            else Broadcast(name, source, live, self.limits.live_limit, options, schema)
         )
         if ticket is not None:
             if ticket.startswith(REQUEST_MAGIC):
                 raise DissociatedError(
                     f"a ticket may not begin with {REQUEST_MAGIC!r}, which marks structured requests: give another"
                 )
+            self.security.tickets.sign(Grant(ticket), self.registry.now())  # raises if it is too long for requests
             dataset.ticket = ticket
         if wait and self.endpoints.exposes_memory:
             dataset.prepare_sharing(wait=True)
@@ -227,16 +238,16 @@ class Server(ProcessBound):
         exception, the batches are discarded.
 
         Args:
-            name: the name of the dataset.
-            schema: the schema of the batches.
-            options: how batches are written.
+            name: The name of the dataset.
+            schema: The schema of the batches.
+            options: How batches are written.
 
         Returns:
             The writer, which the caller closes. Closing it raises DissociatedError if the server is closed.
 
         Raises:
-            FormatError: if the schema cannot be written with these options.
-            StoreError: if there is no space left.
+            FormatError: The schema cannot be written with these options.
+            StoreError: There is no space left.
 
         Example:
             ```python
@@ -256,11 +267,11 @@ class Server(ProcessBound):
         """Publish segments under `name`, all at once.
 
         Args:
-            name: the name of the dataset.
-            segments: the segments, in order.
+            name: The name of the dataset.
+            segments: The segments, in order.
 
         Raises:
-            SourceError: if schemas differ, or there are too many segments.
+            SourceError: Schemas differ, or there are too many segments.
         """
         self.check_process()
         with self._changing:
@@ -271,16 +282,11 @@ class Server(ProcessBound):
         with self._lock:
             if self._closed:
                 raise DissociatedError("the server is closed")
-        old = self.registry.publish(new)
-        if self._catalog is not None:
-            try:
-                self._catalog.record_publication(new, ttl)  # the catalog withdraws the old dataset if nobody needs it
-            except DissociatedError:
-                self.registry.withdraw(new)
-                if old is not None:
-                    self.registry.publish(old)
-                raise
+        if self._service is not None:
+            # The catalog withdraws the old dataset if nobody needs it.
+            self._service.catalog.publish_dataset(new, ttl)
         else:
+            old = self.registry.publish(new)
             self._record_change("committed", new, "it is new" if old is None else "it replaces another")
             if old is not None:
                 self.registry.withdraw(old)
@@ -296,7 +302,7 @@ class Server(ProcessBound):
         Consumers of a live stream receive the batches that have been read already, and then a RemoteError.
 
         Raises:
-            DatasetNotFound: if no dataset has this name.
+            DatasetNotFound: No dataset has this name.
 
         Example:
             ```python
@@ -307,10 +313,10 @@ class Server(ProcessBound):
         self.check_process()
         with self._changing:
             old = self.dataset(name)
-            if self._catalog is not None:
-                self._catalog.drop(name)
+            if self._service is not None:
+                self._service.catalog.drop(name)
             else:
-                self._record_change("dropped", old, "it was asked for")
+                self._record_change("dropped", old, "by request")
             self.registry.withdraw(old)
 
     def dataset(self, name: str) -> Dataset:
@@ -328,9 +334,9 @@ class Server(ProcessBound):
     @property
     def catalog_uri(self) -> str:
         """The Arrow Flight URI of the catalog, `grpc://HOST:PORT`. Raises DissociatedError if there is no catalog."""
-        if self._catalog is None:
+        if self._service is None:
             raise DissociatedError("this server was made without a catalog")
-        return self._catalog.uri
+        return self._service.uri
 
     @property
     def metrics_uri(self) -> str:
@@ -350,13 +356,13 @@ class Server(ProcessBound):
         """Return a ticket for the dataset `name`, by which a client requests it.
 
         Args:
-            name: the name of the dataset.
-            columns: the only columns that the ticket gives access to. Needs signed tickets. Default: all columns.
+            name: The name of the dataset.
+            columns: The only columns that the ticket gives access to. Needs signed tickets. Default: all columns.
 
         Raises:
-            DatasetNotFound: if no dataset has this name.
-            ColumnNotFound: if the dataset lacks one of the columns.
-            OptionError: if `columns` is set and tickets are not signed.
+            DatasetNotFound: No dataset has this name.
+            ColumnNotFound: The dataset lacks one of the columns.
+            OptionError: `columns` is set and tickets are not signed.
 
         Example:
             ```python
@@ -369,12 +375,12 @@ class Server(ProcessBound):
         """Return the URIs at which the dataset `name` can be requested, one for each listener.
 
         Args:
-            name: the name of the dataset.
+            name: The name of the dataset.
             streams: "both", or "metadata" or "bodies" for a client that requests the two over separate connections.
             bodies: "any", or "packed" for a client that accepts no addresses.
 
         Raises:
-            DatasetNotFound: if no dataset has this name.
+            DatasetNotFound: No dataset has this name.
 
         Example:
             ```python
@@ -391,9 +397,9 @@ class Server(ProcessBound):
         backend.max_metadata = self.limits.max_metadata
         return Holdings(self.registry, backend, self.endpoints, self.activity)
 
-    def use_catalog(self, catalog: CatalogService) -> None:
-        """Record publications in `catalog` from now on. The server owns the catalog and closes it."""
-        self._catalog = catalog
+    def use_catalog(self, service: CatalogService) -> None:
+        """Record publications in the catalog of `service` from now on. The server owns the service and closes it."""
+        self._service = service
 
     # Status
 
@@ -409,8 +415,8 @@ class Server(ProcessBound):
         After `close`, the status lists the clients that still hold memory.
         """
         self.check_process()
-        if self._catalog is not None and not self._closed:
-            return self._catalog.status()
+        if self._service is not None and not self._closed:
+            return self._service.catalog.status()
         return self.activity.status(None, self.endpoints.listener_uris(), self.registry.datasets())
 
     def __repr__(self) -> str:
@@ -423,6 +429,8 @@ class Server(ProcessBound):
         return f"<Server of {published}, {', '.join(self._addresses)}>"
 
     def _repr_html_(self) -> str:
+        if self.is_inherited:
+            return html("Server of the parent process", [])
         if self._closed:
             return html("Server, closed", [])
         datasets = [self.registry.find_name(name) for name in self.names()]
@@ -437,7 +445,7 @@ class Server(ProcessBound):
     @property
     def _addresses(self) -> list[str]:
         """The addresses of the catalog and of the listeners, in words."""
-        catalog = [] if self._catalog is None else [f"catalog at {self.catalog_uri}"]
+        catalog = [] if self._service is None else [f"catalog at {self.catalog_uri}"]
         return [*catalog, *(f"listening at {uri.partition('?')[0]}" for uri in self.endpoints.listener_uris())]
 
     # Closing
@@ -451,8 +459,8 @@ class Server(ProcessBound):
         after this process has ended.
 
         Args:
-            timeout: seconds, in all.
-            on_waiting: called with the connections that are waited for, first at once and then whenever they have
+            timeout: Seconds, in all.
+            on_waiting: Called with the connections that are waited for, first at once and then whenever they have
                 changed, but at most every five seconds.
 
         Returns:
@@ -481,8 +489,8 @@ class Server(ProcessBound):
         for service in (self._metrics, self._dashboard):
             if service is not None:
                 service.close()
-        if self._catalog is not None:
-            self._catalog.close()
+        if self._service is not None:
+            self._service.close()
         self._connections.stop_listening()
         datasets = self.registry.close()
         end = time.monotonic() + _JOIN_TIMEOUT

@@ -69,8 +69,8 @@ class Session:
             Whether the connection may carry another stream.
 
         Raises:
-            ConnectionClosed: if the client disconnects early.
-            DissociatedError: if another error ends the session. The client was told the reason.
+            ConnectionClosed: The client disconnects early.
+            DissociatedError: Another error ends the session. The client was told the reason.
         """
         try:
             request = self._receive_request()
@@ -101,12 +101,13 @@ class Session:
         """Serve the stream that the client requested. Return whether the connection may carry another."""
         request = requested.request
         published, granted = self._registry.resolve_ticket(request.ticket, request.part)
-        if request.ahead:
-            self._limits = self._limits.ahead
+        if request.reads_others_first:
+            self._limits = self._limits.for_reading_others_first
         self._stats.dataset = published
         with published.reading():
             published.check_unchanged()
-            # Opened only inside `reading`, since a dataset that has a reader is not evicted.
+            # A dataset that has a reader is not evicted, so it is counted before it is opened. Only a ticket for some
+            # columns has opened it already.
             dataset = self._select(granted.open(), request.selection)
             if self._stats.span is not None:
                 self._stats.span.set(rows=dataset.rows)
@@ -115,7 +116,7 @@ class Session:
             if self._sender.state is State.ENDING:
                 self._sender.drained()
                 self._wait_received()
-            is_done = self._sender.state is State.DONE and not self._sending.holds_live
+            is_done = self._sender.state is State.DONE and not self._sending.holds_live_memory
             is_kept = request.keep and requested.streams is Streams.BOTH and not wants_device(requested.tag)
             return is_done and is_kept and self._connection.is_reusable
 
@@ -161,7 +162,7 @@ class Session:
         self._stats.count_kept = lambda: sending.kept_bytes
         self._stats.count_missed = lambda: sending.missed
         self._stats.outlives_server = lambda: (
-            self._connection.shares_memory and not self._connection.backlog and not sending.holds_live
+            self._connection.shares_memory and not self._connection.backlog and not sending.holds_live_memory
         )
         try:
             sending.send()
@@ -183,8 +184,8 @@ class Session:
         """Wait until the client has received everything, if closing the connection would discard the rest.
 
         Raises:
-            ConnectionClosed: if the client disconnects before.
-            RemoteProtocolError: if the client sends something else instead of closing the connection.
+            ConnectionClosed: The client disconnects first.
+            RemoteProtocolError: The client sends something else instead of closing the connection.
         """
         if self._connection.discards_unread:
             with suppress(DeadlineExceeded):  # a client that stays may have received everything
@@ -198,7 +199,7 @@ class Session:
     def _close_with(self, reason: str) -> None:
         """End the stream with `reason`, and wait for frees of live memory until the client holds none or is gone."""
         sending = self._sending
-        if sending is None or not sending.holds_live:
+        if sending is None or not sending.holds_live_memory:
             self._connection.close(reason)
             return
         _log.info("client cut off, holds memory: peer=%s reason=%r", self._connection.peer, reason_text(reason))
@@ -214,7 +215,7 @@ class Session:
         if sending is not None:
             # Memory that is not live is never reused. So it does not matter whether a client that holds none is gone.
             disconnected = True
-            if sending.holds_live:
+            if sending.holds_live_memory:
                 self._connection.close(linger=math.inf)
                 disconnected = self._connection.close()
             self._stats.detach()  # the functions of `_send_stream` in it would keep the session alive

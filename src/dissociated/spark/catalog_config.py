@@ -137,14 +137,19 @@ def _parse_traceparent(text: str | None) -> str | None:
     return text
 
 
-def required(options: Mapping[str, str], key: str, advice: str) -> str:
-    """Return the value of the option `key`.
+def required_name(options: Mapping[str, str], method: str) -> str:
+    """Return the name of the dataset, which is the option `path`.
+
+    Args:
+        options: The options.
+        method: The call of Spark by which the user gives the name, for the message.
 
     Raises:
-        CatalogError: The option is missing. The message is "say where", followed by `advice`.
+        CatalogError: The option is missing.
     """
-    if value := options.get(key):
-        return str(value)
-    if key == "path":
-        advice += ". A table of Spark's own catalog has no place for that: CREATE TEMPORARY VIEW has, with OPTIONS"
-    raise CatalogError(f"say where {advice}")
+    if name := options.get("path"):
+        return str(name)
+    raise CatalogError(
+        f"the name of the dataset is missing: give it in {method}, or in SQL by CREATE TEMPORARY VIEW with OPTIONS "
+        "(path 'NAME'), since a table of Spark's own catalog cannot name a dataset"
+    )

@@ -74,7 +74,9 @@ class Fitting:
                 existing = frame
         if differences := [*_differences(frame, existing, target.merge_schema)]:
             more = [] if len(differences) <= _MAX_NAMED else [f"and {len(differences) - _MAX_NAMED} more"]
-            raise SourceError(f"this cannot be appended to {name!r}: {'; '.join(differences[:_MAX_NAMED] + more)}")
+            raise SourceError(
+                f"the DataFrame cannot be appended to {name!r}: {'; '.join(differences[:_MAX_NAMED] + more)}"
+            )
         sources = tuple(frame.names.index(column) if column in frame.names else None for column in existing.names)
         stricter = tuple(
             number
@@ -107,7 +109,7 @@ class Fitting:
         for number in self.without_nulls:
             if (path := misplaced_null(columns[number], self.schema.field(number))) is not None:
                 raise SourceError(
-                    f"column {path!r} is null in a row that is appended to {self.name!r}, which has no nulls there: "
+                    f"column {path!r} is null in a row that is appended to {self.name!r}, where it must not be null: "
                     "filter such rows, fill them, or write the dataset anew"
                 )
         try:

@@ -119,7 +119,7 @@ class _MappedFunction:
             yield from batches  # There are none, but Spark uses a worker again only if its input was read to the end.
 
     def _converse(self, conversation: _Conversation, start: Mapping[str, Any]) -> None:
-        """Answer the task with batches until there are no more, or it needs no more."""
+        """Answer the task with batches until all are sent, or the task has enough."""
         with ExitStack() as stack:
             memory = stack.enter_context(_InputMemory())
             spaces = [memory.space]
@@ -190,7 +190,7 @@ class _Conversation:
         self._socket.connect(path)
         self._lines = self._socket.makefile("r", encoding="utf-8")
         self._received: dict[str, Any] = {}  # messages for which no thread has asked yet, by each of their keys
-        self._has_ended = False  # whether the task needs no more
+        self._has_ended = False  # whether the task has enough
         self._lock = threading.Lock()  # of receiving
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="dissociated-watcher", daemon=True)
@@ -210,7 +210,7 @@ class _Conversation:
             self._has_ended = True  # the task has ended: `receive` tells the caller
 
     def receive(self, kind: str) -> Any:
-        """Return the next message with the key `kind`; None if the task needs no more."""
+        """Return the next message with the key `kind`; None if the task has enough."""
         with self._lock:
             while kind not in self._received and not self._has_ended:
                 try:

@@ -143,7 +143,7 @@ class BufferLocator:
         new, self._new = self._new, []
         return new
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Discard the copies, once the JVM no longer reads them.
 
         The addresses of unmapped memory are discarded, too: a new region may be mapped there.

@@ -37,7 +37,7 @@ from dissociated.spark.filters import exact_filters
 from dissociated.spark.request import DatasetRequest, PlannedVersion
 from dissociated.spark.types import arrow_schema
 
-#: The bytes of a slice for a task that would have none otherwise.
+#: The smallest slice, in bytes, that is cut so that each task has one.
 MIN_SLICE_BYTES = 4 << 20
 _LOOKUP_TTL = 10.0  # seconds
 _MAX_ROWS = 10_000  # of a batch for Spark's Python, which is slower with larger batches
@@ -359,7 +359,7 @@ def _request_for_jvm(part: PartPlan) -> dict[str, Any] | None:
             would send more rows.
     """
     step, request = part.steps[0], part.request
-    if [uri.scheme for uri in step.route.uris] != ["tcp"] or step.route.is_silent:
+    if [uri.scheme for uri in step.route.uris] != ["tcp"] or step.route.is_unresponsive:
         return None
     remaining = step.residual
     if not replace(remaining, rows=None).keeps_batches or (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,15 +29,28 @@ from dissociated.errors import (
     WrongKind,
 )
 from dissociated.node.local import restart_here
-from dissociated.spark.catalog_config import RETRY_DELAY, CatalogConfig, required
+from dissociated.spark.catalog_config import RETRY_DELAY, CatalogConfig, required_name
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.filters import parse_filters
 
-_ANSWER_TIMEOUT = 5.0  # seconds in which a node answers a look at it
+_ANSWER_TIMEOUT = 5.0  # seconds that a node has to answer a check
 _OPTIONS = (
-    *("path", "catalog", "token_file", "tls_roots", "wait"),
-    *("columns", "filters", "version", "transport", "partitions", "nanoseconds", TRACEPARENT),
-    *("startingOffsets", "maxRowsPerTrigger", "maxBytesPerTrigger", "rowsPerPartition"),
+    "path",
+    "catalog",
+    "token_file",
+    "tls_roots",
+    "wait",
+    "columns",
+    "filters",
+    "version",
+    "transport",
+    "partitions",
+    "nanoseconds",
+    TRACEPARENT,
+    "startingOffsets",
+    "maxRowsPerTrigger",
+    "maxBytesPerTrigger",
+    "rowsPerPartition",
 )
 
 
@@ -79,7 +93,7 @@ class DatasetRequest:
             raise OptionError(f"there is no option {', '.join(map(repr, unknown))}; there are {', '.join(_OPTIONS)}")
         return cls(
             CatalogConfig.parse(options),
-            required(options, "path", 'the dataset is: .load("NAME")'),
+            required_name(options, '.load("NAME")'),
             columns=_columns(options.get("columns")),
             version=parse_number(options, "version", 0),
             transport=options.get("transport"),
@@ -191,9 +205,9 @@ def _columns(text: str | None) -> tuple[str, ...] | None:
         try:
             names = json.loads(text)
         except ValueError as error:
-            raise OptionError(f"the option columns begins like a JSON list, and is none: {error}") from None
+            raise OptionError(f"the option columns begins like a JSON list, but is not valid JSON: {error}") from None
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise OptionError(f"the option columns is names, separated by commas, or a JSON list of them, not {text!r}")
+        raise OptionError(f"the option columns is a list of names, separated by commas or in JSON, not {text!r}")
     return tuple(names)
 
 
@@ -206,10 +220,7 @@ def parse_number(options: Any, key: str, least: int) -> int | None:
     text = options.get(key)
     if text is None:
         return None
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise OptionError(f"the option {key} is a number from {least} on, not {text!r}")
-    return number
+    with suppress(ValueError):
+        if (number := int(text)) >= least:
+            return number
+    raise OptionError(f"the option {key} is a number from {least} on, not {text!r}")

@@ -239,13 +239,13 @@ def _jar() -> Path | None:
     try:
         return jar()
     except JarNotMade as error:
-        warnings.warn(f"{error}\nThe data source in Python stands in: it is slower, and does the same", stacklevel=3)
+        warnings.warn(f"{error}\nThe data source in Python is used in its place, which is slower", stacklevel=3)
         return None
 
 
 def has_jvm_source(spark: SparkSession) -> bool:
     """Return whether Spark has the data source for its JVM, of its own release, and the settings do not turn it off."""
-    assert spark._jvm is not None, "it is no Spark Connect"
+    assert spark._jvm is not None, "this session is not one of Spark Connect"
     loader = spark._jvm.java.lang.Thread.currentThread().getContextClassLoader()
     present = loader.getResource("org/apache/spark/sql/dissociated/Source.class") is not None
     if not present or spark.conf.get("spark.dissociated.jvm", "true") != "true":

@@ -12,7 +12,7 @@ The JVM starts the process, and the process ends with the JVM. Requests are line
                                             number of tasks that run at once
     open(reader, partition, direct)         in a task: {"stream": its number}; or {"server": the request for a server
                                             that sends rows to the JVM itself}, if there is such a server and `direct`
-    silent(host, port)                      in a task: remembers that this server did not accept the JVM's connection in
+    unresponsive(host, port)                in a task: remembers that this server did not accept the JVM's connection in
                                             time, so that it is tried last for a while
     layout(reader, schema)                  in a task: the layout of the arrays of that server's stream, whose schema is
                                             given; null if the JVM cannot read it
@@ -54,7 +54,7 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from dissociated.base.oserrors import store_errors
-from dissociated.client.connection import remember_silence
+from dissociated.client.connection import remember_unresponsive
 from dissociated.codec.reader import read_schema
 from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.memory.region import AddressSpace
@@ -86,7 +86,7 @@ class Sidecar:
         self._stream_count = 0  # the number of the last stream
         self._exports: dict[str, dict[str, JvmMemfd]] = {}  # by name: the memfds, by path
         self._lock = threading.Lock()
-        reads = self.describe, self.plan, self.open, self.silent, self.layout, self.decode, self.next, self.close
+        reads = self.describe, self.plan, self.open, self.unresponsive, self.layout, self.decode, self.next, self.close
         exports = self.begin_export, self.export_file, self.seal_export, self.end_export
         calls: Sequence[Callable[..., Any]] = (*reads, *exports, *Writes().calls, *TABLE_CALLS)
         self.calls = {call.__name__: call for call in calls}
@@ -133,8 +133,8 @@ class Sidecar:
         batches = dataset_reader.batches(planned, _MAX_BATCH_ROWS, spaces, in_place=True)
         return self._add_stream(SharedStream(batches, spaces, dataset_reader.arrow_schema.types))
 
-    def silent(self, host: str, port: int) -> None:
-        remember_silence(Uri("tcp", host=host, port=port))
+    def unresponsive(self, host: str, port: int) -> None:
+        remember_unresponsive(Uri("tcp", host=host, port=port))
 
     def decode(self, reader: str, schema: str, header: str, body: str, max_body: int) -> Any:
         dataset_reader = self._reader(reader)
@@ -176,7 +176,7 @@ class Sidecar:
 
     def export_file(self, name: str) -> str:
         with self._lock, store_errors("shared memory for the rows of a partition"):
-            files = self._exports[name]  # KeyError: a task that runs on after the end
+            files = self._exports[name]  # KeyError: a task that continues after its export has ended
             memfd = JvmMemfd(writable=True)
             files[memfd.path] = memfd
         return memfd.path

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
+from dissociated.client.staging import staged_file
 from dissociated.errors import StoreError
 from dissociated.node.local import stage_here
 from dissociated.spark.catalog_config import CatalogConfig
@@ -95,9 +96,9 @@ class _StagedSegment:
     def __init__(self, catalog: CatalogConfig, segment: str, schema: pa.Schema) -> None:
         stage = catalog.retry(lambda: stage_here(catalog.uri, catalog.connect))
         self.node = stage.node
-        with stage.open() as staging, ExitStack() as stack:
-            reserve = stack.enter_context(catalog.connect(stage.flight)).reserve if stage.limited else None
-            self.writer = stack.enter_context(SharedSegmentWriter(staging / segment, schema, reserve))
+        with ExitStack() as stack:
+            path, reserve = stack.enter_context(staged_file(stage, segment, catalog.connect))
+            self.writer = stack.enter_context(SharedSegmentWriter(path, schema, reserve))
             self._resources = stack.pop_all()
 
     def finish(self, size: int) -> int:

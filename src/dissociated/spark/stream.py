@@ -57,12 +57,12 @@ class SharedStream:
             with self._lock:
                 return self._next()
         finally:
-            if self._closed:  # by another thread, which has left the rest to this one
+            if self._closed:  # another thread called `close`, which leaves the release to this one
                 self.close()
 
     def _next(self) -> Any:
         del self._held_batches[:-1]
-        self._locator.forget()
+        self._locator.clear()
         descriptions: list[Any] = []
         while not self._closed and len(descriptions) < self._next_count and not self._locator.copied:
             batch = next(self._batches, None)
@@ -74,8 +74,8 @@ class SharedStream:
                 self._held_batches.append(batch)
                 descriptions += [self._describe(portion) for portion in _cut_to_map(batch)]
         # A server that reuses memory may need it back before it can send the next batch.
-        live = any(space.live for space in self._spaces)
-        self._next_count = 1 if live else min(2 * self._next_count, self._max_batches)
+        reuses_memory = any(space.has_live_memory for space in self._spaces)
+        self._next_count = 1 if reuses_memory else min(2 * self._next_count, self._max_batches)
         return {"regions": self._locator.new_regions(), "batches": descriptions, "ended": not descriptions}
 
     def _describe(self, batch: pa.RecordBatch) -> Any:

@@ -27,7 +27,7 @@ from pyspark.sql.types import StructType
 
 from dissociated.client.client import Client
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.errors import CatalogError, DatasetNotFound, OptionError, PySparkNotFound, StoreError
+from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, OptionError, PySparkNotFound, StoreError
 from dissociated.spark.columns import ColumnConverter
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.reader import portions
@@ -161,9 +161,9 @@ class RowsPartition(InputPartition):
 class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """A reader of the rows that are appended to a dataset.
 
-    The instance on the driver lives as long as the query; tasks have copies of it. The driver holds the rows of a batch
-    by leases until Spark commits the batch: no store evicts these rows, and replaced data keeps its memory. If the
-    driver shares no memory with the node, it holds nothing.
+    The instance on the driver lives as long as the query; tasks have copies of it. The driver keeps a reader of the
+    rows of a batch until Spark commits the batch: so no store evicts these rows, and replaced data keeps its memory. If
+    the driver shares no memory with the node, it holds nothing.
     """
 
     def __init__(self, request: DatasetRequest, schema: StructType, options: StreamOptions) -> None:
@@ -173,7 +173,7 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.options = options
         self._client: Client | None = None  # opened on first use; tasks get a copy without it
         self._target: int | None = None  # last row for Trigger.AvailableNow
-        self._leases: dict[int, pa.RecordBatchReader] = {}  # by the last row of the batch
+        self._held_readers: dict[int, pa.RecordBatchReader] = {}  # by the last row of the batch
 
     # On the driver
 
@@ -213,16 +213,16 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _hold(self, rows: range) -> None:
         try:
-            self._leases[rows.stop] = self._connected().read(self.name, transport="shm", rows=rows)
-        except CatalogError:
-            pass  # the data is not in shared memory of this host
+            self._held_readers[rows.stop] = self._connected().read(self.name, transport="shm", rows=rows)
+        except DissociatedError:
+            pass  # the data is not in shared memory of this host, or its server does not answer
 
     def commit(self, end: dict[str, Any]) -> None:
-        for last in [last for last in self._leases if last <= end["rows"]]:
-            del self._leases[last]
+        for last in [last for last in self._held_readers if last <= end["rows"]]:
+            del self._held_readers[last]
 
     def stop(self) -> None:
-        self._leases.clear()
+        self._held_readers.clear()
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -253,7 +253,7 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if info.rows is None or info.rows < rows:
             raise CatalogError(
                 f"the catalog does not say how many rows {self.name!r} has: Spark can stream datasets that "
-                "Spark, put or DoPut wrote, not a live source"
+                "Spark, put or DoPut wrote, and no others"
                 if info.rows is None
                 else f"{self.name!r} has {info.rows} rows, and this query has read {rows}: use its catalog"
             )

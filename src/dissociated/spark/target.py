@@ -10,7 +10,7 @@ from typing import Any, Self
 from dissociated.base.tracing import TRACEPARENT
 from dissociated.control.commit import Commit
 from dissociated.errors import OptionError
-from dissociated.spark.catalog_config import WAIT, CatalogConfig, required
+from dissociated.spark.catalog_config import WAIT, CatalogConfig, required_name
 
 _OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", TRACEPARENT, "ttl", "wait")
 _SPARK_OPTIONS = ("checkpointlocation", "queryname")
@@ -32,13 +32,13 @@ class WriteTarget:
     merge_schema: bool = False
 
     @classmethod
-    def parse(cls, options: Mapping[str, str], mode: str, advice: str) -> Self:
+    def parse(cls, options: Mapping[str, str], mode: str, method: str) -> Self:
         """Parse the options of a data source.
 
         Args:
             options: The options, whose names may be in any case.
             mode: "overwrite" or "append".
-            advice: The call by which the user names the dataset, for the error message.
+            method: The call of Spark by which the user names the dataset, for the error message.
 
         Raises:
             CatalogError: The options name no catalog or no dataset.
@@ -49,7 +49,7 @@ class WriteTarget:
             if name not in _KNOWN_OPTIONS:
                 raise OptionError(f"there is no option {name!r} for writing; there are {', '.join(_OPTIONS)}")
         catalog = CatalogConfig.parse(values)
-        name = required(values, "path", f"the dataset goes: {advice}")
+        name = required_name(values, method)
         commit = Commit(name, mode=mode, tags=parse_tags(values.get("tags", "")), ttl=_seconds(values.get("ttl")))
         return cls(catalog, commit, _flag("mergeSchema", values.get("mergeschema", "false")))
 

@@ -194,6 +194,8 @@ def is_alike(
         return fits(first, second)
     if first.id != second.id or first.num_fields != second.num_fields:
         return False
+    if pa.types.is_fixed_size_list(first) and first.list_size != second.list_size:
+        return False
     fields = [(first.field(number), second.field(number)) for number in range(first.num_fields)]
     named = pa.types.is_struct(first)
     return all(is_alike(a.type, b.type, fits) and (not named or a.name == b.name) for a, b in fields)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.pandas.types import from_arrow_schema
 
+from dissociated.client.staging import staged_file
 from dissociated.control.commit import StagedSegment
 from dissociated.errors import CatalogUnreachable, DeadlineExceeded, DissociatedError
 from dissociated.node.local import stage_here
@@ -62,7 +63,7 @@ def write_segment(catalog: CatalogConfig, key: str, fitting: Fitting, iterator: 
 
     Args:
         catalog: The catalog of the dataset.
-        key: The key of the commit, without "-".
+        key: The beginning of the segment's name: the key of the commit, or that key, "-" and more.
         fitting: The conversion of the batches to the schema of the dataset.
         iterator: The batches of the partition.
     """
@@ -75,10 +76,10 @@ def write_segment(catalog: CatalogConfig, key: str, fitting: Fitting, iterator: 
         return Written(partition, None, None, 0, 0)
     stage = catalog.retry(lambda: stage_here(catalog.uri, catalog.connect))
     segment = f"{key}-{partition:06}-{context.taskAttemptId()}.arrows"
-    with ExitStack() as stack:
-        reserve = stack.enter_context(catalog.connect(stage.flight)).reserve if stage.limited else None
-        place = stack.enter_context(stage.open()) / segment
-        writer = stack.enter_context(SegmentWriter(place, fitting.schema, reserve=reserve))
+    with (
+        staged_file(stage, segment, catalog.connect) as (path, reserve),
+        SegmentWriter(path, fitting.schema, reserve=reserve) as writer,
+    ):
         writer.write(fitting.conform(first))
         for batch in batches:
             writer.write(fitting.conform(batch))

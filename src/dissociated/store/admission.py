@@ -24,8 +24,7 @@ _MAX_PURPOSES = 1 << 10  # commits whose evictions are remembered
 _MAX_TOLD = 20  # names of evicted datasets in an error
 _LIMIT_TOLERANCE = 1 << 20  # bytes that a file system may allocate in addition to the requested ones
 _ALL_USED = (
-    "what is left is being read, or mapped by some process, or not committed yet: wait for that, or give it a higher "
-    "limit"
+    "the rest is being read, is mapped by a process, or is not committed yet: wait for that, or give it a higher limit"
 )
 _WHEN_FULL = {
     Policy.REFUSE: "drop datasets that are not needed, or give it a higher limit, or the policy evict or spill",
@@ -52,7 +51,7 @@ class Quota:
 
     def reserve(self, name: str, size: int, wish: int) -> int:
         """See `Store.reserve`."""
-        path = self._places.directory.staged(name)
+        path = self._places.directory.staged_path(name)
         with store_errors(f"reserving room for {path}"), owned(open_regular(path, os.O_WRONLY)) as descriptor:
             has = os.fstat(descriptor).st_blocks * 512
             size = pages(size)
@@ -71,13 +70,13 @@ class Quota:
                 raise self._no_space(repr(name), size)
 
     def settle(self, names: Iterable[str]) -> None:
-        """Forget the evictions that made room for these segments, which are now committed or discarded."""
+        """Discard the record of evictions that made room for these segments, which are now committed or discarded."""
         for name in names:
             self._evicted.pop(_commit_key(name), None)
 
     def copy(self, source: Path, target: Path) -> None:
         """Reserve room for a segment and copy it to `target`. Raises the errors of `Store.reserve`."""
-        part = self._places.directory.staged(f"{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
+        part = self._places.directory.staged_path(f"{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
         try:
             part.touch(0o600)
             self.reserve(part.name, source.stat().st_size, 0)

@@ -11,7 +11,7 @@ from dissociated.control.version import Version
 
 P = TypeVar("P")
 
-#: Changed versions that are remembered. A caller that asks too seldom has to read all versions.
+#: Largest number of recorded changes. A caller that asks too seldom has to read all versions.
 MAX_CHANGES = 10_000
 
 
@@ -29,7 +29,7 @@ class Contents(Generic[P]):
         #: The number of changes so far: versions that were added, updated or removed.
         self.changes = 0
         self._changed: OrderedDict[str, int] = OrderedDict()  # the number of the last change, by id
-        self._forgotten = 0  # the number of the last change that was forgotten
+        self._last_discarded = 0  # the number of the last change that is no longer recorded
 
     def __iter__(self) -> Iterator[Version]:
         return (version for version, _ in self._versions.values())
@@ -78,14 +78,14 @@ class Contents(Generic[P]):
         self._changed[id] = self.changes
         self._changed.move_to_end(id)
         if len(self._changed) > MAX_CHANGES:
-            _, self._forgotten = self._changed.popitem(last=False)
+            _, self._last_discarded = self._changed.popitem(last=False)
 
     def changed(self, since: int) -> list[str] | None:
         """Return the ids of the versions that were added, updated or removed after change number `since`.
 
-        The result is None if some of these changes were forgotten.
+        The result is None if some of these changes are no longer recorded.
         """
-        if since < self._forgotten:
+        if since < self._last_discarded:
             return None
         return [id for id, _ in takewhile(lambda item: item[1] > since, reversed(self._changed.items()))]
 

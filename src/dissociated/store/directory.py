@@ -35,7 +35,7 @@ from dissociated.store.layout import (
     SEGMENTS,
     STAGING,
     TRASH,
-    check_staged,
+    check_staged_name,
     is_draft,
     known_id,
     new_id,
@@ -146,7 +146,7 @@ class Directory(ProcessBound):
         probe = self.trash / "probe"
         os.close(open_private_file(probe, os.O_WRONLY | os.O_CREAT))
         descriptor = claim_unused(probe)
-        self._leases = descriptor is not None  # without leases, this process cannot tell whether trash is in use
+        self._has_kernel_leases = descriptor is not None  # without them, nothing tells whether trash is in use
         if descriptor is not None:
             os.close(descriptor)
         probe.unlink()
@@ -157,9 +157,9 @@ class Directory(ProcessBound):
         self._owned = False
         os.close(self._lock)
 
-    def staged(self, name: str) -> Path:
+    def staged_path(self, name: str) -> Path:
         """Return the path of a file in the staging directory. Raises StoreError for a name that leads elsewhere."""
-        check_staged(name)
+        check_staged_name(name)
         return self.staging / name
 
     def files(self, version: Version) -> list[Path]:
@@ -200,13 +200,13 @@ class Directory(ProcessBound):
         """Return whether some memory of a version would remain in use after its removal.
 
         This is so if a process has a segment open or mapped, or if a segment has a name outside this store. The
-        result is False if the kernel grants no leases and cannot tell.
+        result is False if there are no kernel leases, which would tell.
 
         Args:
             version: The version.
             names: The number of names that each inode has in this store.
         """
-        return self._leases and any(is_used(path, names[path.stat().st_ino]) for path in self.files(version))
+        return self._has_kernel_leases and any(is_used(path, names[path.stat().st_ino]) for path in self.files(version))
 
     def describe(self, version: Version, directory: Path) -> None:
         """Write the manifest of a version into `directory`."""
@@ -319,7 +319,7 @@ class Directory(ProcessBound):
         """
         try:
             for path in removed.glob("*.arrows"):
-                if path.stat().st_nlink > 1 or not self._leases:
+                if path.stat().st_nlink > 1 or not self._has_kernel_leases:
                     path.unlink()
                 else:
                     os.utime(path)
@@ -340,8 +340,8 @@ class Directory(ProcessBound):
             version = decode_manifest((removed / MANIFEST).read_bytes())
         self._move_to_trash(removed, version, lost=True)
 
-    def sweep(self, forgotten: float) -> None:
-        """Remove unfinished drafts, parts without a writer, and segments that were staged `forgotten` seconds ago.
+    def sweep(self, staging_timeout: float) -> None:
+        """Remove unfinished drafts, parts without a writer, and segments staged for `staging_timeout` seconds.
 
         Directories that the store has not made stay.
         """
@@ -349,7 +349,7 @@ class Directory(ProcessBound):
             self._settle()
         except OSError as error:
             _log.warning("rollback failed, it is tried again: error=%s", str(error))
-        oldest = time.time() - forgotten
+        oldest = time.time() - staging_timeout
         drafts = [path for path in self.staging.iterdir() if is_draft(path.name) and _is_directory(path)]
         for path in drafts:  # first, since a staged file that a draft links to looks committed
             if path.stem in self._put_back:

@@ -226,7 +226,7 @@ def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False,
 def claim_unused(path: str | os.PathLike[str], within: int | None = None) -> int | None:
     """Open and lock a file for writing, if it has only one name and no other process has it open or mapped.
 
-    The kernel tells: it grants a write lease only on a file that is not in use elsewhere.
+    A kernel lease tells: Linux grants a lease for writing only on a file that is not in use elsewhere.
 
     Args:
         path: The path of the file.

@@ -124,7 +124,7 @@ class HandoverListener(ProcessBound):
             peer=f"user {user}",
         )
         with suppress(OSError):
-            connection.send(_encode_answer(error=f"this node takes nothing from user {user}"))
+            connection.send(_encode_answer(error=f"this node accepts no memory from user {user}"))
         return True
 
     def _answer(self, connection: socket.socket) -> None:
@@ -183,7 +183,7 @@ def hand_over(path: str, descriptor: int, timeout: float) -> str:
             connection.connect(path)
             _, user = peer_credentials(connection)
             if user not in (os.geteuid(), 0):
-                raise AccessDenied(f"the node at {path!r} runs as user {user}, to whom this memory is not given")
+                raise AccessDenied(f"the node at {path!r} runs as user {user}, which must not get this memory")
             socket.send_fds(connection, [b"\0"], [descriptor])
             answer = connection.recv(_MAX_ANSWER)
         except DissociatedError:  # before OSError, since some are of both types

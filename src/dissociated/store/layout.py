@@ -75,7 +75,7 @@ def write_id(directory: int, id: str) -> None:
     write_private_file(_ID, id.encode(), within=directory)
 
 
-def check_staged(name: str) -> None:
+def check_staged_name(name: str) -> None:
     """Raise StoreError unless this is the name of a file in a staging directory, and leads nowhere else."""
     is_name = Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
     if not is_name or len(os.fsencode(name)) > _NAME_MAX:

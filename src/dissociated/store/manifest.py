@@ -28,7 +28,7 @@ def encode_manifest(version: Version) -> bytes:
     plain = version.to_json()
     part = plain.pop("part")
     plain |= {name: part[name] for name in ("id", "ticket", "rows", "nbytes")}
-    plain |= {"number": version.serial, "staged": version.staged, "format": _MANIFEST_VERSION}
+    plain |= {"number": version.serial, "staged": version.segments_digest, "format": _MANIFEST_VERSION}
     return json.dumps(plain, indent=1).encode()
 
 
@@ -69,7 +69,8 @@ def decode_manifest(manifest: bytes) -> Version:
         "serial": plain.pop("number"),
     }
     version = Version.parse({**plain, "part": part})
-    texts = (version.id, version.name, version.key, version.staged, *version.before, *chain(*version.tags.items()))
+    names = (version.id, version.name, version.key, version.segments_digest)
+    texts = (*names, *version.before, *chain(*version.tags.items()))
     counts = (version.serial, version.part.rows, version.part.nbytes, version.number, version.catalog)
     if not (
         all(isinstance(text, str) and text.encode() is not None for text in texts)  # `encode` rejects lone surrogates

@@ -83,7 +83,7 @@ class Memfds:
         self._keep(memfd)
         return name
 
-    def staged(self, name: str) -> Path | None:
+    def staged_path(self, name: str) -> Path | None:
         """Return the path of the staged memfd `name`, or None."""
         entry = self._staged.get(name)
         return None if entry is None else entry[0].path
@@ -94,9 +94,9 @@ class Memfds:
         if entry is not None:
             self._release([entry[0]])
 
-    def sweep(self, forgotten: float) -> None:
-        """Release the memfds that were staged more than `forgotten` seconds ago."""
-        oldest = time.monotonic() - forgotten
+    def sweep(self, staging_timeout: float) -> None:
+        """Release the memfds that were staged more than `staging_timeout` seconds ago."""
+        oldest = time.monotonic() - staging_timeout
         for name in [name for name, (_, since) in self._staged.items() if since < oldest]:
             self.unstage(name)
 

@@ -98,10 +98,11 @@ class Numbers:
         if not self._merge(name, removed, serial) and self._whole:
             return
         if len(self._records) > MAX_NAMES:
-            self._forget()
+            self._merge_oldest()
         self._write(name)
 
-    def _forget(self) -> None:
+    def _merge_oldest(self) -> None:
+        """Replace the older half of the records by one record for all datasets that have none."""
         names = [name for name in self._records if name != ANY_NAME][: MAX_NAMES // 2]
         highest = max(self._records.pop(name).used for name in (*names, ANY_NAME) if name in self._records)
         self._records[ANY_NAME] = Removal.of(highest, lost=False, published=False)

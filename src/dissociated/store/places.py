@@ -113,7 +113,7 @@ class Places:
         _, place = self.find(version)
         for candidate in self.contents.with_name(version.name):  # these may share its segments
             self.cache.pop(candidate.id)
-        with store_errors(f"asking who uses {version.name!r} in {self.directory.path}"):
+        with store_errors(f"checking whether {version.name!r} is used in {self.directory.path}"):
             return place.is_used(version, self.blocks[place].names)
 
     def put(self, version: Version, place: Place) -> None:
@@ -248,12 +248,12 @@ class Places:
         place.remove(version, lost, superseded)
         self.blocks[place].discard(files)
 
-    def sweep(self, forgotten: float) -> None:
-        """Remove unfinished files without a writer, segments staged for `forgotten` seconds, and unused trash."""
-        self.directory.sweep(forgotten)
-        self.memfds.sweep(forgotten)
+    def sweep(self, staging_timeout: float) -> None:
+        """Remove unfinished files without a writer, segments that were not committed in time, and unused trash."""
+        self.directory.sweep(staging_timeout)
+        self.memfds.sweep(staging_timeout)
         if self.disk is not None:
-            self.disk.sweep(forgotten)
+            self.disk.sweep(staging_timeout)
         self.empty_trash(self._reuse_bytes)
 
     def empty_trash(self, keep: int = 0) -> None:

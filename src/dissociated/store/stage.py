@@ -22,7 +22,7 @@ from dissociated.base.host import boot_id, directory_id
 from dissociated.base.oserrors import store_errors
 from dissociated.base.private import open_private_directory
 from dissociated.errors import CatalogError, StoreError
-from dissociated.store.layout import STAGING, check_staged, new_id, store_id, write_id
+from dissociated.store.layout import STAGING, check_staged_name, new_id, store_id, write_id
 from dissociated.store.segment import Segment
 
 _MEMORY = Path("/dev/shm")
@@ -178,7 +178,7 @@ class Stage(ProcessBound):
 
     def path(self, name: str) -> Path:
         """Return the path of a file in the directory. Raises StoreError for a name that leads elsewhere."""
-        check_staged(name)
+        check_staged_name(name)
         return self.directory / name
 
     def close(self) -> None:

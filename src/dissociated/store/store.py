@@ -58,7 +58,7 @@ from dissociated.store.trash import reuse_bytes
 _log = logging.getLogger(__name__)
 
 #: Seconds after which a finished segment that was never committed is removed.
-FORGOTTEN = 86_400.0
+STAGING_TIMEOUT = 86_400.0
 
 
 class Store(ProcessBound):
@@ -72,7 +72,7 @@ class Store(ProcessBound):
         limit: The largest number of bytes that the store may take; None for no limit.
         policy: The reaction to a write that would exceed the limit.
         spill: The directory on disk for `Policy.SPILL`.
-        forgotten: Seconds after which a finished segment that was not committed is removed.
+        staging_timeout: Seconds after which a finished segment that was not committed is removed.
 
     Raises:
         StoreError: Another process owns the directory, or it cannot be used.
@@ -84,13 +84,13 @@ class Store(ProcessBound):
         limit: int | None = None,
         policy: Policy = Policy.REFUSE,
         spill: str | os.PathLike[str] | None = None,
-        forgotten: float = FORGOTTEN,
+        staging_timeout: float = STAGING_TIMEOUT,
     ) -> None:
         if (policy is Policy.SPILL) != (spill is not None):
             raise StoreError(
                 "spill and policy disagree: give a directory with the policy spill, and with no other policy"
             )
-        self._forgotten = forgotten
+        self._staging_timeout = staging_timeout
         self._lock = threading.RLock()
         with ExitStack() as undo:
             locked = undo.enter_context(Directory(Path(directory)))
@@ -224,7 +224,7 @@ class Store(ProcessBound):
 
         Room is reserved with `self.reserve`, or with `reserve`, which has to call it.
         """
-        return SegmentWriter(self._directory.staged(name), schema, options, reserve or self.reserve)
+        return SegmentWriter(self._directory.staged_path(name), schema, options, reserve or self.reserve)
 
     def reserve(self, name: str, size: int, wish: int = 0) -> int:
         """Allocate blocks for a staged file, so that a later write fails neither by the limit nor by a full disk.
@@ -265,7 +265,7 @@ class Store(ProcessBound):
             StoreError: The memfd is not sealed, holds no Arrow IPC stream or file, or there is no room.
         """
         description = "the memory that was handed over"
-        with self._lock, store_errors(description):
+        with self._locked, store_errors(description):
             memfd = self._memfds.open(descriptor)
             if memfd is None:
                 raise StoreError(
@@ -299,29 +299,29 @@ class Store(ProcessBound):
             StoreError: The version cannot be committed.
         """
         with self._locked:
-            staged = commit.segment_names
-            digest = _digest(staged)
+            names = commit.segment_names
+            digest = _digest(names)
             existing = self.by_key(commit.key)
-            if existing is not None and existing.prepared and existing.staged != digest:
+            if existing is not None and existing.prepared and existing.segments_digest != digest:
                 self.eviction.evict(existing)
                 existing = None
             if existing is not None:
-                self._unstage_committed(staged)
+                self._unstage_committed(names)
                 if commit.number:
                     existing = self._update(existing, number=commit.number, catalog=commit.catalog)
                 return existing
             self._quota.check(commit.name)
             previous = self.current(commit.name) if commit.append else None
-            paths = [self._staged(name) for name in staged]
+            paths = [self._staged_path(name) for name in names]
             if previous is not None:
                 _, place = self._places.find(previous)
                 paths = [*place.files(previous), *paths]
             if not paths:
                 if commit.schema is None:
                     raise StoreError(f"the commit of {commit.name!r} has neither segments nor a schema: add the schema")
-                staged = [f"{secrets.token_hex(8)}.arrows"]
-                self.writer(staged[0], commit.schema).close()
-                paths = [self._directory.staged(staged[0])]
+                names = [f"{secrets.token_hex(8)}.arrows"]
+                self.writer(names[0], commit.schema).close()
+                paths = [self._directory.staged_path(names[0])]
             segments = [self._files.open(path) for path in paths]
             for segment in segments:
                 segment.check_metadata(max_metadata)
@@ -342,27 +342,27 @@ class Store(ProcessBound):
                 [part],
                 before=() if previous is None else (*previous.before, previous.key),
                 prepared=prepared,
-                staged=digest,
+                segments_digest=digest,
             )
             self._places.commit(version, paths, self._quota.copy)
-            self._unstage_committed(staged)
+            self._unstage_committed(names)
             return version
 
-    def _unstage_committed(self, staged: Sequence[str]) -> None:
+    def _unstage_committed(self, names: Sequence[str]) -> None:
         """Remove committed segments from the staging directory. Errors are logged only: the commit has succeeded."""
         try:
-            self._unstage(staged)
+            self._unstage(names)
         except OSError as error:
             _log.warning(
                 "removal of a committed segment from the stage failed, it is tried again: error=%s", str(error)
             )
 
-    def _staged(self, name: str) -> Path:
-        path = self._memfds.staged(name) or self._directory.staged(name)
+    def _staged_path(self, name: str) -> Path:
+        path = self._memfds.staged_path(name) or self._directory.staged_path(name)
         if not os.path.lexists(path):  # opening the file checks its type
             raise StoreError(
                 f"the segment {name!r} is not in {str(self.staging)!r} any more: a segment that is not committed "
-                f"within {self._forgotten:g} seconds after it was written is removed (--forget); write it again"
+                f"within {self._staging_timeout:g} seconds after it was written is removed (--forget); write it again"
             )
         return path
 
@@ -386,20 +386,20 @@ class Store(ProcessBound):
 
     # Removing
 
-    def staged(self) -> list[str]:
+    def staged_names(self) -> list[str]:
         """Return the names of the segments in the staging directory, finished and unfinished ones."""
         with os.scandir(self._directory.staging) as entries:
             return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove segments from the staging directory. Missing ones are ignored. Raises StoreError."""
-        with store_errors(f"removing segments from {self.staging}"):
+        with self._locked, store_errors(f"removing segments from {self.staging}"):
             self._unstage([*names])
 
     def _unstage(self, names: Sequence[str]) -> None:
         for name in names:
             self._memfds.unstage(name)
-            self._directory.staged(name).unlink(missing_ok=True)
+            self._directory.staged_path(name).unlink(missing_ok=True)
         self._quota.settle(names)
 
     def remove(self, *versions: Version) -> None:
@@ -423,7 +423,7 @@ class Store(ProcessBound):
         """
         with self._locked:
             self.remove(*self.versions())
-            self.discard(name for name in self.staged() if not name.endswith(PARTIAL_SUFFIX))
+            self.discard(name for name in self.staged_names() if not name.endswith(PARTIAL_SUFFIX))
             self.sweep()
             self._places.empty_trash()
 
@@ -435,7 +435,7 @@ class Store(ProcessBound):
     def sweep(self) -> None:
         """Remove unfinished files without a writer, segments that were not committed in time, and unused trash."""
         with self._locked:
-            self._places.sweep(self._forgotten)
+            self._places.sweep(self._staging_timeout)
 
     def close(self) -> None:
         """Unlock the directory, so that another process can own it. Files stay; memfds are closed."""
@@ -458,5 +458,5 @@ def _check_one_schema(name: str, segments: Sequence[Segment]) -> None:
             raise StoreError(f"the segments of {name!r} must have one schema, and in the added ones {difference}")
 
 
-def _digest(staged: Sequence[str]) -> str:
-    return hashlib.sha256("/".join(staged).encode()).hexdigest()
+def _digest(names: Sequence[str]) -> str:
+    return hashlib.sha256("/".join(names).encode()).hexdigest()

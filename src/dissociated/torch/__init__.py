@@ -34,20 +34,20 @@ def loader(dataset: DatasetHandle, *, num_workers: int = 0, **options: Any) -> L
     copies, which is faster if they are written to anyway.
 
     Args:
-        dataset: the dataset handle.
-        num_workers: the number of processes that read. The part of a rank is divided further among them. Over shared
+        dataset: The dataset handle.
+        num_workers: The number of processes that read. The part of a rank is divided further among them. Over shared
             memory, workers seldom help, since PyTorch copies their batches once more, to this process.
-        **options: the fields of `dissociated.training.Sampling`, and further options of
+        **options: The fields of `dissociated.training.Sampling`, and further options of
             `torch.utils.data.DataLoader`. Its `collate_fn` is called with each batch.
 
     Returns:
         The loader.
 
     Raises:
-        WrongKind: if a column does not hold numbers, and is not in `as_arrow`.
-        ColumnNotFound: if the dataset lacks one of the columns.
-        OptionError: if an option is invalid, or PyTorch is not installed.
-        DissociatedError: further errors of reading.
+        WrongKind: A column does not hold numbers, and is not in `as_arrow`.
+        ColumnNotFound: The dataset lacks one of the columns.
+        OptionError: An option is invalid, or PyTorch is not installed.
+        DissociatedError: Further errors of reading.
 
     Example:
         ```python

@@ -104,9 +104,9 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         A DataLoader returns a batch of each worker in turn.
 
         Args:
-            epoch: the epoch.
-            step: the number of batches that a DataLoader with as many workers has returned.
-            before: the progress with other numbers of ranks or workers.
+            epoch: The epoch.
+            step: The number of batches that a DataLoader with as many workers has returned.
+            before: The progress with other numbers of ranks or workers.
         """
         if len(before) > _MAX_LAYOUTS:
             raise OptionError(f"an epoch can be resumed with {_MAX_LAYOUTS} other numbers of ranks or workers at most")
@@ -240,7 +240,7 @@ class Loader:
         then that of all ranks: they must have received the same number of batches.
 
         Raises:
-            OptionError: if the state refers to other rows: to another version or other options.
+            OptionError: The state refers to other rows: to another version or other options.
         """
         self._position.load_state_dict(state)
 

@@ -99,10 +99,10 @@ class Batches(Sampling):
     complete one is read next.
 
     Raises:
-        WrongKind: if a column does not hold numbers, and is not in `as_arrow`.
-        ColumnNotFound: if the dataset lacks one of the columns.
-        OptionError: if an option is invalid.
-        DissociatedError: further errors of reading.
+        WrongKind: A column does not hold numbers, and is not in `as_arrow`.
+        ColumnNotFound: The dataset lacks one of the columns.
+        OptionError: An option is invalid.
+        DissociatedError: Further errors of reading.
 
     Example:
         ```python
@@ -159,7 +159,7 @@ class Batches(Sampling):
         With another `world_size` than before, the rows that were not read are divided anew.
 
         Raises:
-            OptionError: if the state refers to other rows: to another version or other options.
+            OptionError: The state refers to other rows: to another version or other options.
         """
         self._position.load_state_dict(state)
 

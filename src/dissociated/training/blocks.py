@@ -39,17 +39,17 @@ class Blocks:
     reads by itself.
 
     Args:
-        dataset: the dataset.
-        columns: the columns to read; None for all.
-        size: the number of rows up to which record batches are combined into a block.
-        keep_files: whether to keep the files of mapped regions, so that they can be mapped again privately.
-        filter: the filter of the rows; None for all rows. Its columns are read at once.
+        dataset: The dataset.
+        columns: The columns to read; None for all.
+        size: The number of rows up to which record batches are combined into a block.
+        keep_files: Whether to keep the files of mapped regions, so that they can be mapped again privately.
+        filter: The filter of the rows; None for all rows. Its columns are read at once.
 
     Raises:
-        WrongKind: if the dataset holds tensors.
-        ColumnNotFound: if the dataset lacks one of the columns.
-        OptionError: if the filter does not fit the columns.
-        DissociatedError: further errors of reading.
+        WrongKind: The dataset holds tensors.
+        ColumnNotFound: The dataset lacks one of the columns.
+        OptionError: The filter does not fit the columns.
+        DissociatedError: Further errors of reading.
     """
 
     def __init__(

@@ -33,17 +33,17 @@ class ArrayColumns:
     """A converter of record batches with one schema into arrays by name.
 
     Args:
-        schema: the schema.
-        as_arrow: the columns that stay pyarrow Arrays.
-        matrices: the columns of each matrix, by the name of the matrix.
-        codes: the distinct values of each column that becomes codes, by the name of the column.
-        fill: the replacements of nulls, by the name of the column.
-        mask: the columns that get a mask, whose nulls are 0 if they are not in `fill`.
+        schema: The schema.
+        as_arrow: The columns that stay pyarrow Arrays.
+        matrices: The columns of each matrix, by the name of the matrix.
+        codes: The distinct values of each column that becomes codes, by the name of the column.
+        fill: The replacements of nulls, by the name of the column.
+        mask: The columns that get a mask, whose nulls are 0 if they are not in `fill`.
 
     Raises:
-        ColumnNotFound: if an option has a column that is not in the schema.
-        WrongKind: if another column does not hold numbers, or lists of numbers.
-        OptionError: if two columns have the same name, or two options contradict each other.
+        ColumnNotFound: An option has a column that is not in the schema.
+        WrongKind: Another column does not hold numbers, or lists of numbers.
+        OptionError: Two columns have the same name, or two options contradict each other.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ArrayColumns:
         taken faster.
 
         Raises:
-            OptionError: if a column of numbers has nulls that are not replaced.
+            OptionError: A column of numbers has nulls that are not replaced.
         """
         joined = {name: self._join(name, [piece.column(name) for piece in pieces]) for name in self.names}
         joined.update((name, self._pack(name, pieces, by_row)) for name in self.matrices)

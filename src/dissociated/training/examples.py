@@ -121,7 +121,7 @@ class Examples:
         batches = self.read(shard, first)
         if device is None:
             return batches
-        return _copy_ahead(batches, open_device(device), self._sampling.prefetch)
+        return _prefetch(batches, open_device(device), self._sampling.prefetch)
 
     @property
     def dictionaries(self) -> dict[str, pa.Array]:
@@ -195,15 +195,13 @@ class Examples:
         }
 
 
-def _copy_ahead(
-    batches: Iterator[Mapping[str, Column]], device: Device, ahead: int
-) -> Iterator[dict[str, DeviceColumn]]:
-    """Yield the columns of batches on a device. While one batch is used, the next `ahead` are copied.
+def _prefetch(batches: Iterator[Mapping[str, Column]], device: Device, count: int) -> Iterator[dict[str, DeviceColumn]]:
+    """Yield the columns of batches on a device. While one batch is used, the next `count` are copied.
 
     Copies begin in pinned memory of the device's ring, and do not stop this thread. Booleans become bytes.
 
     Raises:
-        WrongKind: if a column is not an array of numbers.
+        WrongKind: A column is not an array of numbers.
     """
     first = next(batches, None)
     if first is None:
@@ -215,7 +213,7 @@ def _copy_ahead(
         waiting = deque[dict[str, DeviceColumn]]()
         for batch in copied:
             waiting.append({name: batch[name] for name in head.schema.names})
-            if len(waiting) > ahead:
+            if len(waiting) > count:
                 yield waiting.popleft()
         while waiting:
             yield waiting.popleft()

@@ -21,7 +21,7 @@ class Gatherer:
     array covers memory that belongs to others, or is not mapped. It is only ever read at the positions of rows.
 
     Raises:
-        OptionError: if a column of numbers has nulls.
+        OptionError: A column of numbers has nulls.
     """
 
     def __init__(self, batches: Sequence[pa.RecordBatch], columns: ArrayColumns) -> None:

@@ -24,12 +24,12 @@ class ProcessRank(NamedTuple):
 
 
 def find_rank() -> ProcessRank:
-    """Return the rank of this process: that of `torch.distributed` if it is initialised, or that of `torchrun`.
+    """Return the rank of this process: that of `torch.distributed` if it is initialized, or that of `torchrun`.
 
-    PyTorch is not imported for this. Lightning and Ray Train initialise `torch.distributed` before they read batches.
+    PyTorch is not imported for this. Lightning and Ray Train initialize `torch.distributed` before they read batches.
 
     Raises:
-        OptionError: if the variables of `torchrun` contradict each other.
+        OptionError: The variables of `torchrun` contradict each other.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -253,8 +253,8 @@ def turns(lengths: Sequence[int], batches: int) -> list[tuple[int, int]]:
     """Compute the order in which shards give their next batches, if each shard gives one batch in turn.
 
     Args:
-        lengths: the number of batches of each shard.
-        batches: the number of batches that all shards together have given already.
+        lengths: The number of batches of each shard.
+        batches: The number of batches that all shards together have given already.
 
     Returns:
         A pair for each shard, in the order of their turns: the number of the shard, and the number of its next batch.

@@ -46,7 +46,7 @@ class Sampling:
       null.
     - `rank`, `world_size`: the number of the part to read, and the number of parts. Together, the parts contain every
       row exactly once. All parts have the same number of batches, unless `batch_size` is 1 or there are fewer rows than
-      parts. Default: everything; for PyTorch, the part of this process in `torch.distributed` if that is initialised,
+      parts. Default: everything; for PyTorch, the part of this process in `torch.distributed` if that is initialized,
       or else that of `torchrun`.
     - `writable`: return copies that can be written to. Shuffled rows are always copied. Default: arrays and tensors lie
       in the server's memory if possible. NumPy arrays are then read-only; PyTorch tensors can be written to, which
@@ -131,7 +131,7 @@ class Sampling:
         """Return the kind of order for data that is `mapped` into this process, or not.
 
         Raises:
-            OptionError: if the order needs mapped data.
+            OptionError: The order needs mapped data.
         """
         if self.weights is not None or self.shuffle == "global":
             if not mapped:

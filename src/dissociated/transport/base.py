@@ -1,7 +1,7 @@
 """The interface of transports: delimited messages, with or without a 64-bit tag.
 
-The section "Requirements" of the specification asks for these. All calls block. A `timeout` limits the seconds of the
-peer's silence, not the duration of a transfer.
+The section "Requirements" of the specification says what transports must do. All calls block. A `timeout` limits the
+seconds of the peer's silence, not the duration of a transfer.
 
 Every method may raise
 
@@ -179,11 +179,11 @@ class Connection(ProcessBound, ABC):
             self.carries_streams
             and self._lifecycle.state is ConnectionState.OPEN
             and not self.held_by_fork
-            and not self.address_space.live
+            and not self.address_space.has_live_memory
         )
 
     def end_stream(self) -> None:
-        """Forget the regions that the peer has shared for a stream, so that another may follow. Arrays stay valid."""
+        """Drop the regions that the peer has shared for a stream, so that another may follow. Arrays stay valid."""
         self.address_space = AddressSpace()
 
     def limit_untagged(self, length: int) -> None:
@@ -227,7 +227,7 @@ class Connection(ProcessBound, ABC):
         """Send messages in order.
 
         On a connection that a listener accepted, messages that the peer sends meanwhile are kept for `receive`, so that
-        two sides that both send cannot block each other for ever.
+        two sides that both send cannot block each other forever.
 
         Args:
             messages: The messages, or the result of `prepare`. Unless the connection `copies`, it may refer to their

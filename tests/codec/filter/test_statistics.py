@@ -115,7 +115,7 @@ def good() -> Statistics:
     return found
 
 
-def test_what_does_not_fit_is_as_if_it_were_not_there() -> None:
+def test_statistics_that_do_not_fit_are_ignored() -> None:
     content, end = stream(good().encode())
     assert read_statistics(content, end, BATCH.schema, [ROWS]) == good()
     for schema, rows in (

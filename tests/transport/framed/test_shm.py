@@ -121,7 +121,7 @@ def test_a_server_that_lives_does_not_see_who_looks_whether_it_does() -> None:
     assert not (runtime_directory() / "other.sock").exists()
 
 
-def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("precious")
     with pytest.raises(TransportError, match="in use"):
         SHM.listen(Uri.parse(f"shm://{tmp_path}/s"))

@@ -41,7 +41,7 @@ def read(server: dis.Server, **parameters: str) -> pa.Table:
     return dis.open_stream(where(server, **parameters), server.ticket("data"), timeout=PATIENCE).read_all()
 
 
-def test_who_trusts_the_certificate_reads(server: dis.Server, certified: Certificates) -> None:
+def test_a_client_that_trusts_the_certificate_reads(server: dis.Server, certified: Certificates) -> None:
     assert read(server, roots=certified.roots) == TABLE
 
 
@@ -138,7 +138,7 @@ def through(wire: Wire, server: dis.Server, certified: Certificates) -> pa.Table
     return dis.open_stream(moved, server.ticket("data"), timeout=PATIENCE).read_all()
 
 
-def test_who_listens_on_the_way_hears_neither_ticket_nor_data(server: dis.Server, certified: Certificates) -> None:
+def test_an_eavesdropper_sees_neither_ticket_nor_data(server: dis.Server, certified: Certificates) -> None:
     with closing(Wire(Uri.parse(where(server)).port or 0)) as wire:
         assert through(wire, server, certified) == TABLE
     assert len(wire.heard) > TABLE.nbytes
@@ -146,7 +146,7 @@ def test_who_listens_on_the_way_hears_neither_ticket_nor_data(server: dis.Server
         assert secret not in wire.heard
 
 
-def test_what_is_altered_on_the_way_is_not_taken(server: dis.Server, certified: Certificates) -> None:
+def test_bytes_altered_in_transit_are_refused(server: dis.Server, certified: Certificates) -> None:
     seen = 0
 
     def alter(data: bytes) -> bytes:
@@ -159,7 +159,7 @@ def test_what_is_altered_on_the_way_is_not_taken(server: dis.Server, certified: 
         through(wire, server, certified)
 
 
-def test_what_is_cut_off_on_the_way_is_not_taken_for_whole(server: dis.Server, certified: Certificates) -> None:
+def test_a_truncated_stream_is_not_taken_for_a_whole_one(server: dis.Server, certified: Certificates) -> None:
     seen = 0
 
     def alter(data: bytes) -> bytes:

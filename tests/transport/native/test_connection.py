@@ -90,7 +90,7 @@ class Quiet(Channel):
         self.released += 1
 
 
-def test_what_completes_unnoticed_is_noticed() -> None:
+def test_a_completion_without_notification_is_noticed() -> None:
     channel = Quiet()
     with closing(NativeConnection(channel)) as connection:
         connection.send([Message(1, (b"body",))], 0.5)

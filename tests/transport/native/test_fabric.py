@@ -54,7 +54,7 @@ OPEN = "dis.open_stream('fabric://127.0.0.1:1?want_data=1', b'')"
     ],
     ids=["no library", "no libfabric"],
 )
-def test_what_is_missing_is_said_in_one_sentence(script: str, library: str, sentence: str) -> None:
+def test_a_missing_requirement_is_named_in_one_sentence(script: str, library: str, sentence: str) -> None:
     assert sentence in complaint(script, DISSOCIATED_FABRIC_LIBRARY=library)
 
 
@@ -145,9 +145,7 @@ def joined(listener: Listener, rma: bool = False) -> Iterator[tuple[FabricPeer, 
 @pytest.mark.parametrize(
     ("told", "more"), [([1 << 15, 1 << 14, 0], False), ([1 << 14, 1 << 40], True)], ids=["late", "too much"]
 )
-def test_what_a_peer_says_that_it_consumed_may_come_late_but_not_be_more_than_it_was_sent(
-    told: list[int], more: bool
-) -> None:
+def test_a_peer_may_report_late_but_not_more_bytes_than_it_was_sent(told: list[int], more: bool) -> None:
     with (
         leaving_nothing(),
         closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener,
@@ -216,7 +214,7 @@ def talk(client: FabricPeer, count: int) -> None:
     assert progress_until(client.endpoint, lambda: all(sent))
 
 
-def test_what_is_said_beside_the_protocol_is_no_message_however_much_comes_at_once(where: Uri) -> None:
+def test_control_messages_are_no_messages_however_many_come_at_once(where: Uri) -> None:
     """Ignore control messages when looking for a message. A server that counted them would wait for it forever."""
     with (
         leaving_nothing(),

@@ -67,7 +67,7 @@ OPEN = "dis.open_stream('ucx://127.0.0.1:1?want_data=1', b'')"
     ],
     ids=["no library", "no libucp", "no tcp", "tcp excluded"],
 )
-def test_what_is_missing_is_said_in_one_sentence(script: str, environment: dict[str, str], said: str) -> None:
+def test_a_missing_requirement_is_named_in_one_sentence(script: str, environment: dict[str, str], said: str) -> None:
     line = complaint(script, **environment)
     assert said in line
     assert "\n" not in line
@@ -285,7 +285,7 @@ def no_eventfd(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("begin", [UCX.connect, lambda uri, timeout: UCX.listen(uri)], ids=["connecting", "listening"])
-def test_what_lacks_the_descriptor_to_be_woken_by_leaves_nothing(
+def test_a_connection_without_a_descriptor_to_wake_it_leaves_nothing(
     begin: Callable[[Uri, float], object], no_eventfd: Callable[[], None]
 ) -> None:
     no_eventfd()

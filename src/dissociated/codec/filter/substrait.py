@@ -316,14 +316,14 @@ def _compact(encoded: bytes) -> bytes:
         used_origins |= {
             protobuf.number(reference, 1) for kind in (1, 3) for reference in protobuf.messages(declaration, kind)
         }
-    compacted: dict[bytes, None] = {}
+    compacted: list[bytes] = []
     for number, value in fields:
         if isinstance(value, int) or (
             number == _ORIGINS and protobuf.number([*protobuf.fields(value)], 1) not in used_origins
         ):
             continue
-        compacted[protobuf.encode_field(number, bytes(value))] = None
-    return b"".join(compacted)
+        compacted.append(protobuf.encode_field(number, bytes(value)))
+    return b"".join(dict.fromkeys(compacted))  # each field once, in order
 
 
 class _Parser:

@@ -132,7 +132,7 @@ object ServerBatches extends Logging {
       case NonFatal(error) =>
         logInfo(s"a partition is read by way of Python: error=$error")
         if (error.isInstanceOf[ConnectTimeout])
-          Utils.tryLogNonFatalError(sidecar.call("silent", "host" -> server.host, "port" -> server.port))
+          Utils.tryLogNonFatalError(sidecar.call("unresponsive", "host" -> server.host, "port" -> server.port))
         None
     }
     if (opened.isEmpty) messages.close()

@@ -17,12 +17,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from dissociated.base.buffers import Buffer
+from dissociated.base.oserrors import socket_error
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
     DissociatedError,
     RemoteProtocolError,
-    SourceError,
     TransportError,
 )
 from dissociated.protocol.close_reason import decode_reason, encode_reason
@@ -59,28 +59,6 @@ _OVERHEAD = 256  # bytes of memory for each kept message, in addition to its own
 _timeval = struct.Struct("ll")
 _ZEROS = memoryview(bytes(1 << 20))
 _MAX_ZEROS = 1 << 26  # bytes that are sent in place of memory that could not be read
-_GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
-
-
-def socket_error(error: OSError, operation: str) -> DissociatedError:
-    """Convert an error of the operating system.
-
-    Args:
-        error: The error.
-        operation: The failed action, for the message, such as "sending to PEER".
-
-    Returns:
-        The error to raise.
-    """
-    if isinstance(error, DissociatedError):  # DeadlineExceeded is both
-        return error
-    if isinstance(error, TimeoutError):
-        return DeadlineExceeded(f"{operation}: no answer in time")
-    if error.errno == errno.EFAULT:  # the memory is unreadable because a mapped file was truncated
-        return SourceError(f"{operation}: a file that is being served has become shorter")
-    if error.errno in _GONE:
-        return ConnectionClosed(f"{operation}: the peer closed the connection")
-    return TransportError(f"{operation}: {error.strerror or error}")
 
 
 class EncodedFrames(list[Buffer]):
@@ -227,7 +205,9 @@ class SocketConnection(Connection):
     def wait(self, timeout: float) -> None:
         if self._wake_descriptor is None:
             self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        if not self._woken.is_set() and not self._arrived and not self._reader.buffered:  # wake may have come before
+        if (
+            not self._woken.is_set() and not self._arrived and not self._reader.buffered
+        ):  # `wake` may have been called before
             poll = select.poll()
             poll.register(self._socket, 0 if self._end_received else select.POLLIN)
             poll.register(self._wake_descriptor, select.POLLIN)

@@ -36,6 +36,7 @@ from typing import Any
 
 from dissociated.base.descriptors import locked
 from dissociated.base.limited_log import LimitedLog
+from dissociated.base.oserrors import socket_error
 from dissociated.base.private import open_private_directory
 from dissociated.errors import AccessDenied, NotPrivate, RemoteProtocolError, TransportError, UnsafeMemory, UriError
 from dissociated.memory.private import keep_open
@@ -43,7 +44,7 @@ from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, is_sealed, map_received
 from dissociated.protocol.close_reason import close_reason
 from dissociated.transport.base import Connection, Listener, RemoteMemory, Transport
-from dissociated.transport.framed.connection import SocketConnection, SocketListener, abort_frame, socket_error
+from dissociated.transport.framed.connection import SocketConnection, SocketListener, abort_frame
 from dissociated.transport.framed.framing import PREAMBLE, FrameKind, encode_frame
 from dissociated.transport.states import Call
 from dissociated.uri import Uri
@@ -55,6 +56,7 @@ _credentials = struct.Struct("3i")  # struct ucred { pid, uid, gid }
 _DESCRIPTOR = array.array("i").itemsize
 _MAX_DESCRIPTORS = 253  # most descriptors that the kernel sends at once
 _PATH_MAX = 107  # struct sockaddr_un
+_MAX_ADDRESS = (1 << 64) - 1
 _SHARE_TIMEOUT = 60.0  # seconds
 _CONNECT_RETRY_DELAY = 0.005  # seconds, before the next try to connect
 
@@ -116,7 +118,7 @@ class ShmConnection(SocketConnection, RemoteMemory):
             os.close(self._descriptors.popleft())
 
     def after_fork_in_child(self) -> None:
-        if self.address_space.live and self._socket.fileno() >= 0:
+        if self.address_space.has_live_memory and self._socket.fileno() >= 0:
             # The child's arrays keep this copy of the connection alive. As long as its socket is open, the server does
             # not reuse the memory.
             weakref.finalize(self, os.close, self._socket.detach()).atexit = False
@@ -182,6 +184,10 @@ class ShmConnection(SocketConnection, RemoteMemory):
         base, size, backing = _region.unpack(payload)
         descriptor = self._descriptors.popleft()
         try:
+            if not 0 < base <= _MAX_ADDRESS + 1 - size:
+                raise RemoteProtocolError(
+                    f"the peer shared a region of {size} bytes at the invalid address {base:#x}", rule="region-base"
+                )
             if backing == Backing.FILE and not self._maps_files and not is_sealed(descriptor):
                 raise UnsafeMemory(
                     f"the {self.peer} runs as another user and shares a file, which that user could truncate while "
@@ -312,7 +318,7 @@ class ShmTransport(Transport):
 
 
 def _connect(sock: socket.socket, path: str, timeout: float) -> None:
-    """Connect, and retry while a busy server's queue is full: the kernel would wait for ever or not at all."""
+    """Connect, and retry while a busy server's queue is full: the kernel would wait forever or not at all."""
     deadline = time.monotonic() + timeout
     sock.setblocking(False)
     while True:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+from dissociated.base.oserrors import socket_error
 from dissociated.errors import DeadlineExceeded, UriError
 from dissociated.transport.base import Connection, Listener, Transport
-from dissociated.transport.framed.connection import SocketConnection, SocketListener, socket_error
+from dissociated.transport.framed.connection import SocketConnection, SocketListener
 from dissociated.uri import Uri
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2))  # seconds, probes

@@ -22,9 +22,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from dissociated.base.buffers import Buffer
+from dissociated.base.oserrors import socket_error
 from dissociated.errors import AccessDenied, ConnectionClosed, DeadlineExceeded, OptionError, RemoteProtocolError
 from dissociated.transport.base import Connection, Listener, Transport
-from dissociated.transport.framed.connection import SocketConnection, SocketListener, socket_error
+from dissociated.transport.framed.connection import SocketConnection, SocketListener
 from dissociated.transport.framed.tcp import configure_socket, connect_socket, listen_socket
 from dissociated.transport.states import ConnectionState
 from dissociated.uri import Uri

@@ -33,8 +33,8 @@ def host_and_port(name: bytes) -> tuple[str, int]:
     """Decode the host and the port of a socket address, such as the name of an endpoint.
 
     Raises:
-        ValueError: if the address has another family than IPv4 or IPv6.
-        struct.error: if the address is too short.
+        ValueError: The address has another family than IPv4 or IPv6.
+        struct.error: The address is too short.
     """
     family = socket.AddressFamily(int.from_bytes(name[:2], sys.byteorder))
     _, port, host, _ = _layout(family).unpack_from(name)
@@ -45,16 +45,16 @@ def advertised_names(names: bytes, host: str) -> bytes:
     """Replace the any-interface address in names of endpoints by the address at which a client reaches them.
 
     Args:
-        names: the names of one or more endpoints of the server, one after the other.
-        host: the IP address of the server, which may have a scope.
+        names: The names of one or more endpoints of the server, one after the other.
+        host: The IP address of the server, which may have a scope.
 
     Returns:
         The names, with `host` in each name that has no address of one interface.
 
     Raises:
-        ValueError: if a name has another family than IPv4 or IPv6.
-        OSError: if `host` is no address of that family.
-        struct.error: if the names have another length.
+        ValueError: A name has another family than IPv4 or IPv6.
+        OSError: `host` is no address of that family.
+        struct.error: The names have another length.
     """
     family = socket.AddressFamily(int.from_bytes(names[:2], sys.byteorder))
     layout, here = _layout(family), socket.inet_pton(family, host.partition("%")[0])
@@ -74,7 +74,7 @@ def resolve(host: str, action: str) -> str:
     """Return the first IP address of `host`.
 
     Raises:
-        TransportError: if `host` cannot be resolved. The message starts with `action`.
+        TransportError: `host` cannot be resolved. The message starts with `action`.
     """
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -94,8 +94,8 @@ def shut_down_between(name: bytes, peer_name: bytes) -> None:
     release the locks of this process on that file, such as those of SQLite.
 
     Raises:
-        ValueError: if a name is no internet address.
-        struct.error: if a name is too short.
+        ValueError: A name is no internet address.
+        struct.error: A name is too short.
     """
     (host, port), peer = host_and_port(name), host_and_port(peer_name)
     libc, stream = ctypes.CDLL(None), struct.pack("i", socket.SOCK_STREAM)

@@ -49,12 +49,12 @@ class Traffic:
     A connection shares it with its channel. Both use it with the lock of `monitor` held.
 
     Args:
-        peer: the name of the peer, for messages.
-        accepted: whether this is the server's side.
-        takes_runs: whether the client takes runs.
+        peer: The name of the peer, for messages.
+        accepted: Whether this is the server's side.
+        takes_runs: Whether the client takes runs.
 
     Raises:
-        TransportError: if no descriptor can be opened.
+        TransportError: No descriptor can be opened.
     """
 
     def __init__(self, peer: str, accepted: bool, takes_runs: bool = False) -> None:
@@ -102,7 +102,7 @@ class Traffic:
         """Allocate memory for a tagged message.
 
         Raises:
-            RemoteProtocolError: if the message is a run that is too long. Errors of `allocate` are passed on.
+            RemoteProtocolError: The message is a run that is too long. Errors of `allocate` are passed on.
         """
         if not self.is_run(tag):
             return allocate(tag, length)
@@ -192,10 +192,10 @@ class Channel(ABC):
         """Wait until the server has accepted this client.
 
         Args:
-            wait_for: waits. It raises DeadlineExceeded if the server does not answer in time.
+            wait_for: Waits. It raises DeadlineExceeded if the server does not answer in time.
 
         Raises:
-            TransportError: if the connection fails.
+            TransportError: The connection fails.
         """
 
     @abstractmethod
@@ -227,7 +227,7 @@ class Channel(ABC):
         """Send a heartbeat, and check that the peer has sent one.
 
         Args:
-            keep_arrived: receives and keeps messages that have arrived. It raises RemoteProtocolError if there are too
+            keep_arrived: Receives and keeps messages that have arrived. It raises RemoteProtocolError if there are too
                 many.
         """
 
@@ -258,7 +258,7 @@ class Channel(ABC):
         """Return whether the peer has received all messages, as far as the medium reports.
 
         Args:
-            all_sent: whether all messages were sent.
+            all_sent: Whether all messages were sent.
         """
         return all_sent
 
@@ -273,8 +273,8 @@ class Channel(ABC):
         """Receive messages from the medium, and pass each to the traffic.
 
         Args:
-            allocate: returns the memory for a message.
-            most: the number of bytes after which no further message is received.
+            allocate: Returns the memory for a message.
+            most: The number of bytes after which no further message is received.
 
         Returns:
             Whether some messages are still being received.

@@ -36,7 +36,7 @@ _YIELD_TIME = 0.001  # seconds for which the background thread then lets other t
 _LOCK_TIMEOUT = 0.05  # seconds for which a heartbeat waits for the thread that uses the connection
 #: Bytes that are received ahead, plus one message: about as many as a TCP connection has in flight. A larger value
 #: exceeds the processor's caches: 32 MB cost clients a fifth of their time.
-_AHEAD = 1 << 22
+_READAHEAD = 1 << 22
 
 
 class EncodedMessages(list[Any]):
@@ -51,8 +51,8 @@ class NativeConnection(Connection, RemoteMemory):
     `open`.
 
     Args:
-        channel: the channel.
-        spans: the memory of the peer from which this side may fetch.
+        channel: The channel.
+        spans: The memory of the peer from which this side may fetch.
     """
 
     min_run = MIN_RUN
@@ -75,7 +75,7 @@ class NativeConnection(Connection, RemoteMemory):
         """Begin to connect, or to answer a client. If this raises, the connection is closed.
 
         Raises:
-            TransportError: if the medium refuses.
+            TransportError: The medium refuses.
         """
         try:
             with self._lock:
@@ -90,12 +90,12 @@ class NativeConnection(Connection, RemoteMemory):
         """Connect to the server. If this raises, the connection is closed.
 
         Args:
-            timeout: the seconds to wait for the server in total.
+            timeout: The seconds to wait for the server in total.
 
         Raises:
-            TransportError: if the server rejects the client or cannot be reached.
-            DeadlineExceeded: if the server does not answer in time.
-            RemoteProtocolError: if the server violates the protocol.
+            TransportError: The server rejects the client or cannot be reached.
+            DeadlineExceeded: The server does not answer in time.
+            RemoteProtocolError: The server violates the protocol.
         """
         self.open()
         end = time.monotonic() + timeout  # not extended by progress
@@ -188,7 +188,7 @@ class NativeConnection(Connection, RemoteMemory):
             def ready() -> bool:
                 nonlocal on_its_way
                 if not traffic.arrivals:
-                    on_its_way = self._channel.receive(allocate, _AHEAD)
+                    on_its_way = self._channel.receive(allocate, _READAHEAD)
                 if traffic.arrivals or traffic.failure or self._stops_receiving:
                     return True
                 return traffic.peer_ended and not (
@@ -337,7 +337,7 @@ class NativeConnection(Connection, RemoteMemory):
         """Wait until `enough` returns true, and keep the messages that arrive from the peer meanwhile.
 
         Raises:
-            DeadlineExceeded: if nothing happened for `timeout` seconds.
+            DeadlineExceeded: Nothing happened for `timeout` seconds.
         """
         if not self._drive(lambda: self._has(enough) or self._is_over, timeout):
             raise DeadlineExceeded(f"{self.peer} took nothing for {timeout:g} s")
@@ -356,7 +356,7 @@ class NativeConnection(Connection, RemoteMemory):
         A medium accepts messages without limit, so the limit is enforced here.
 
         Raises:
-            RemoteProtocolError: if the peer sent more than this side keeps while it does not receive.
+            RemoteProtocolError: The peer sent more than this side keeps while it does not receive.
         """
         traffic = self._traffic
         if traffic.failure is not None:

@@ -38,14 +38,14 @@ class Library(NamedTuple):
         versions by accident, and different versions do not work together.
 
         Args:
-            ffi: the cffi interface with the definitions of the library.
-            installed: the file that pip installed, or None.
+            ffi: The cffi interface with the definitions of the library.
+            installed: The file that pip installed, or None.
 
         Returns:
             The path, and the library.
 
         Raises:
-            TransportError: if the library is not installed, or cannot be opened.
+            TransportError: The library is not installed, or cannot be opened.
         """
         chosen = os.environ.get(self.variable)
         path = chosen or (str(installed) if installed is not None else None)
@@ -64,7 +64,7 @@ class Library(NamedTuple):
         """Return the result of `kind`, which opens the library with cffi.
 
         Raises:
-            TransportError: if cffi is missing, or the library cannot be used.
+            TransportError: cffi is missing, or the library cannot be used.
         """
         try:
             return kind()

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 from dissociated.base.interrupts import interrupts_held
 from dissociated.base.once import once
+from dissociated.base.oserrors import socket_error
 from dissociated.errors import DissociatedError, TransportError
-from dissociated.transport.framed.connection import socket_error
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def start_thread(run: Callable[[], object], name: str) -> None:
     """Start a daemon thread called `name` that calls `run`.
 
     Raises:
-        TransportError: if the system has no thread to spare.
+        TransportError: The system has no thread to spare.
     """
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
@@ -40,7 +40,7 @@ class Waker:
     """An eventfd that wakes a thread which sleeps on it. Any thread may set it at any time, even after `close`.
 
     Raises:
-        TransportError: if no descriptor can be opened.
+        TransportError: No descriptor can be opened.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Monitor:
     """The lock of a medium, and the one thread at a time that sleeps on the medium without the lock.
 
     Raises:
-        TransportError: if no descriptor can be opened.
+        TransportError: No descriptor can be opened.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Heartbeat:
         """Call `beat` every `interval` seconds.
 
         Raises:
-            TransportError: if the system has no thread to spare.
+            TransportError: The system has no thread to spare.
         """
         with self._changed:
             if not self._running:

@@ -60,12 +60,12 @@ class FabricChannel(Channel):
     """An end of a connection over libfabric. Owns its endpoint, unless the constructor raises.
 
     Args:
-        endpoint: the endpoint of this end.
-        peer: the name of the peer, for messages.
-        heartbeat: the seconds between two heartbeats.
-        takes_runs: on the client's side, whether the client takes runs.
-        listener: on the client's side, the address of the server's listener.
-        client: on the server's side, the name of the endpoint of the client that will join.
+        endpoint: The endpoint of this end.
+        peer: The name of the peer, for messages.
+        heartbeat: The seconds between two heartbeats.
+        takes_runs: On the client's side, whether the client takes runs.
+        listener: On the client's side, the address of the server's listener.
+        client: On the server's side, the name of the endpoint of the client that will join.
     """
 
     ports_advice = (
@@ -112,12 +112,12 @@ class FabricChannel(Channel):
         """Exchange endpoint names with the server, and join the endpoint that it opens for this client.
 
         Args:
-            wait_for: waits. It raises DeadlineExceeded if the server does not answer in time.
+            wait_for: Waits. It raises DeadlineExceeded if the server does not answer in time.
 
         Raises:
-            TransportError: if the connection fails, or the server has another version of the exchange.
-            RemoteError: if the server rejects the client.
-            RemoteProtocolError: if the server violates the protocol.
+            TransportError: The connection fails, or the server has another version of the exchange.
+            RemoteError: The server rejects the client.
+            RemoteProtocolError: The server violates the protocol.
         """
         traffic, handshake, listener = self.traffic, self._handshake, self._listener
         assert listener is not None
@@ -329,7 +329,7 @@ class FabricChannel(Channel):
                 else:
                     raise RemoteProtocolError(
                         f"the peer sent an untagged message of {message.length} bytes; "
-                        f"at most {traffic.max_untagged} are taken"
+                        f"at most {traffic.max_untagged} are accepted"
                     )
             except BaseException:
                 self._endpoint.discard()

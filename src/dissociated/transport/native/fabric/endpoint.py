@@ -55,14 +55,14 @@ class FabricEndpoint:
     """An endpoint that is bound to an address. Owns all objects that it opens.
 
     Args:
-        provider: the name of the libfabric provider.
-        node: the host to bind to, or the provider's equivalent.
-        service: the port to bind to, or the provider's equivalent; None for any.
-        rma: whether the endpoint can read memory that peers have registered.
-        domain: the domain to share, whose registered memory peers can then read over this endpoint.
+        provider: The name of the libfabric provider.
+        node: The host to bind to, or the provider's equivalent.
+        service: The port to bind to, or the provider's equivalent; None for any.
+        rma: Whether the endpoint can read memory that peers have registered.
+        domain: The domain to share, whose registered memory peers can then read over this endpoint.
 
     Raises:
-        TransportError: if libfabric refuses.
+        TransportError: libfabric refuses.
     """
 
     #: The number of libfabric endpoints. Messages sent by the same one arrive in libfabric's order.
@@ -176,7 +176,7 @@ class FabricEndpoint:
             The number of the endpoint, for sending to it.
 
         Raises:
-            TransportError: if the name is invalid.
+            TransportError: The name is invalid.
         """
         number = self._ffi.new("fi_addr_t *")
         padded = name.ljust(256, b"\0")
@@ -195,16 +195,16 @@ class FabricEndpoint:
         """Begin to send a message.
 
         Args:
-            to: the number of the receiving endpoint.
-            tag: the tag; None for an untagged message.
-            pieces: at most `iov_limit` cffi buffers, which are kept alive and must not change before `on_done`.
-            on_done: called when the send has ended.
+            to: The number of the receiving endpoint.
+            tag: The tag; None for an untagged message.
+            pieces: At most `iov_limit` cffi buffers, which are kept alive and must not change before `on_done`.
+            on_done: Called when the send has ended.
 
         Returns:
             False if libfabric does not accept the message now, so that it must be sent again later.
 
         Raises:
-            TransportError: if libfabric refuses.
+            TransportError: libfabric refuses.
         """
         assert len(pieces) <= self.iov_limit  # libfabric would crash, as it does not check the number
         registered = self._register(*pieces) if sum(map(len, pieces)) > _EAGER else ()
@@ -267,7 +267,7 @@ class FabricEndpoint:
                 code = self._endpoint.tagged.recvmsg(self._endpoint, self._tagged, c.PEEK | c.CLAIM)
                 if code < 0:
                     self._peeking = None
-                    self._operations.forget(operation)
+                    self._operations.remove(operation)
                     if code not in (-c.ENOMSG, -c.EAGAIN):
                         self.ofi.check(code, "looking for messages")
             for _ in range(_ANSWERED):
@@ -310,7 +310,7 @@ class FabricEndpoint:
             False if libfabric does not accept the read now, so that it must be tried again later.
 
         Raises:
-            TransportError: if libfabric refuses.
+            TransportError: libfabric refuses.
         """
         piece = self._ffi.buffer(into + at, length)
         view = self._ffi.from_buffer(piece, require_writable=True)
@@ -334,7 +334,7 @@ class FabricEndpoint:
 
     def _check_begun(self, operation: Operation, code: int, action: str) -> bool:
         if code < 0:
-            self._operations.forget(operation)
+            self._operations.remove(operation)
             if code != -c.EAGAIN:
                 self.ofi.check(code, action)
         return code == 0
@@ -466,7 +466,7 @@ class DualEndpoint:
             The number of the pair, for sending to it.
 
         Raises:
-            TransportError: if the name is invalid.
+            TransportError: The name is invalid.
         """
         half = len(self._first.name)
         number = self._first.insert(name[:half])

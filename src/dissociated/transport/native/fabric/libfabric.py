@@ -281,7 +281,7 @@ class Ofi:
             The first fi_info that libfabric offers. The caller must release it with fi_freeinfo.
 
         Raises:
-            TransportError: if libfabric offers none. The message starts with `action`.
+            TransportError: libfabric offers none. The message starts with `action`.
         """
         ffi, lib = self.ffi, self.lib
         hints = lib.fi_dupinfo(ffi.NULL)
@@ -346,7 +346,7 @@ def ofi() -> Ofi:
     """Return the library, which is loaded on first use.
 
     Raises:
-        TransportError: if libfabric or cffi is missing or cannot be used.
+        TransportError: libfabric or cffi is missing or cannot be used.
     """
     return LIBRARY.load(Ofi)
 

@@ -153,7 +153,7 @@ class Operations:
         self._by_context[self._key(context)] = operation
         return operation
 
-    def forget(self, operation: Operation) -> None:
+    def remove(self, operation: Operation) -> None:
         """Remove an operation that libfabric did not accept, or that has ended."""
         del self._by_context[self._key(operation.context)]
         self._unregister(operation)
@@ -167,7 +167,7 @@ class Operations:
         # After an error, libfabric may still write to the buffer, so it is kept until the endpoint is closed.
         whole = filling is None or (not error and filling.take(self._key(entry.buf), entry.len, entry.flags))
         if whole:
-            self.forget(operation)
+            self.remove(operation)
         return operation, whole
 
     def unregister_all(self) -> None:
@@ -187,12 +187,16 @@ class Operations:
         return int(self._ffi.cast("uintptr_t", context))
 
 
+_MIN_CLOSED = 4  # endpoints that are closed before their memory is returned to the system
+
+
 class Heap:
     """The part of the C library's heap that endpoints use.
 
     An endpoint takes 33 MB of it. glibc keeps freed memory, separately for each thread that has allocated, so a process
     that opens and closes many connections would keep gigabytes. Freed memory is therefore returned to the system as
-    soon as more endpoints were closed than are open. That takes a few milliseconds, less than opening an endpoint.
+    soon as more endpoints were closed than are open, and at least `_MIN_CLOSED`. That takes a few milliseconds, and the
+    next endpoint takes 20 more, because its memory has page faults again.
     """
 
     def __init__(self) -> None:
@@ -209,7 +213,7 @@ class Heap:
         with self._lock:
             self._open -= 1
             self._closed += 1
-            if self._closed < self._open:
+            if self._closed < max(self._open, _MIN_CLOSED):
                 return
             self._closed = 0
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it; other C libraries keep less memory

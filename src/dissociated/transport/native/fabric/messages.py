@@ -76,9 +76,9 @@ class Handshake:
     """The exchange of endpoint names between the two ends of a connection, as seen by this end.
 
     Args:
-        endpoint: the endpoint of this end.
-        peer: the name of the peer, for messages.
-        client: on the server's side, the name of the endpoint of the client that will join.
+        endpoint: The endpoint of this end.
+        peer: The name of the peer, for messages.
+        client: On the server's side, the name of the endpoint of the client that will join.
     """
 
     def __init__(self, endpoint: ConnectionEndpoint, peer: str, client: bytes | None = None) -> None:
@@ -117,11 +117,11 @@ class Handshake:
         """Use the endpoint name in the server's answer as the address of the peer.
 
         Args:
-            host: the IP address of the server.
+            host: The IP address of the server.
 
         Raises:
-            TransportError: if the server uses another version of the exchange.
-            RemoteProtocolError: if the answer is not a valid name.
+            TransportError: The server uses another version of the exchange.
+            RemoteProtocolError: The answer is not a valid name.
         """
         welcome = self.welcome or b""
         if not welcome.startswith(VERSION):
@@ -223,7 +223,7 @@ class Outbox:
         """Encode `message` for libfabric. An untagged message that is too long for that is tagged LARGE.
 
         Raises:
-            LocalProtocolError: if the tag is reserved, or libfabric sends no message of that length.
+            LocalProtocolError: The tag is reserved, or libfabric sends no message of that length.
         """
         tag, parts = message.tag, [part for part in message.parts if len(part)]
         size = sum(map(len, parts))
@@ -396,7 +396,7 @@ class Liveness:
         """Return whether libfabric has refused a message for so long that there is no connection any more.
 
         Args:
-            waiting: the message that libfabric refuses although it is idle and accepted earlier ones, or None.
+            waiting: The message that libfabric refuses although it is idle and accepted earlier ones, or None.
         """
         now = time.monotonic()
         if waiting is not self._refused:

@@ -17,11 +17,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from dissociated.base.limited_log import LimitedLog
+from dissociated.base.oserrors import socket_error
 from dissociated.errors import TransportError, UriError
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, parse_spans
 from dissociated.transport.base import Connection, Listener, Transport
-from dissociated.transport.framed.connection import socket_error
 from dissociated.transport.framed.tcp import check_host_name
 from dissociated.transport.native.addresses import host_and_port
 from dissociated.transport.native.connection import NativeConnection
@@ -92,13 +92,13 @@ class FabricTransport(Transport):
 
 
 def _probe(host: str, port: int, timeout: float, where: str) -> tuple[str, str]:
-    """Connect to the server once by TCP, because libfabric would try to connect to a closed port for ever.
+    """Connect to the server once by TCP, because libfabric would try to connect to a closed port forever.
 
     Returns:
         The IP addresses of this host and of the server.
 
     Raises:
-        TransportError: if the server cannot be reached.
+        TransportError: The server cannot be reached.
     """
     check_host_name(host)
     try:
@@ -281,7 +281,7 @@ def allows_rma(uri: Uri, provider: str) -> bool:
     other providers, a peek of any endpoint of a domain, including the listener's, finds the messages of all of them.
 
     Raises:
-        UriError: if the URI requests it with another provider. Clients would receive addresses that they cannot read.
+        UriError: The URI requests it with another provider. Clients would receive addresses that they cannot read.
     """
     if uri.parameters.get("rma") != "allow":
         return False

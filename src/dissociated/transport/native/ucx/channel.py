@@ -120,16 +120,16 @@ class UcxChannel(Channel):
         """Take ownership of `worker`, which is destroyed if this raises.
 
         Args:
-            worker: the worker of the channel.
-            description: the UCX parameters of the endpoint.
-            peer: the name of the peer, for messages.
-            err_mode_none: whether UCX's error mode is "none", in which the two processes share memory.
-            accepted: whether this is the server's side.
-            takes_runs: whether the client takes runs.
-            knows_abort: whether the peer understands the active message with the reason of an abort.
+            worker: The worker of the channel.
+            description: The UCX parameters of the endpoint.
+            peer: The name of the peer, for messages.
+            err_mode_none: Whether UCX's error mode is "none", in which the two processes share memory.
+            accepted: Whether this is the server's side.
+            takes_runs: Whether the client takes runs.
+            knows_abort: Whether the peer understands the active message with the reason of an abort.
 
         Raises:
-            TransportError: if no descriptor can be opened.
+            TransportError: No descriptor can be opened.
         """
         try:
             super().__init__(Traffic(peer, accepted, takes_runs))
@@ -248,7 +248,7 @@ class UcxChannel(Channel):
         if length > traffic.max_untagged:
             traffic.fail(
                 RemoteProtocolError(
-                    f"the peer sent an untagged message of {length} bytes; at most {traffic.max_untagged} are taken"
+                    f"the peer sent an untagged message of {length} bytes; at most {traffic.max_untagged} are accepted"
                 )
             )
             return c.OK
@@ -387,15 +387,19 @@ class UcxChannel(Channel):
         if endpoint.handle is None or not self.traffic.connected:
             endpoint.destroy()  # at once, because UCX 1.22 would continue to connect or to disconnect, and crash
             return
-        is_closed = False
-        try:  # memory that UCX or the peer still reads needs an owner, even after an exception in a callback
-            try:
-                if not endpoint.err_mode_none:
-                    self._let_arrive()
-            finally:
-                if not (self.traffic.peer_gone and endpoint.err_mode_none):
-                    endpoint.begin_close(sending.request for sending in self.traffic.under_way)
-            end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
+        try:
+            if not endpoint.err_mode_none:
+                self._let_arrive()
+        finally:  # memory that UCX or the peer still reads needs an owner, even after an exception in a callback
+            self._close_endpoint()
+
+    def _close_endpoint(self) -> None:
+        """Close the endpoint, wait for a moment until that is complete, and give its memory back."""
+        endpoint, is_closed = self._endpoint, False
+        end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
+        try:
+            if not (self.traffic.peer_gone and endpoint.err_mode_none):
+                endpoint.begin_close(sending.request for sending in self.traffic.under_way)
             while not (is_closed := endpoint.advance_closing() and not self._devices()) and time.monotonic() < end:
                 self.sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
         finally:
@@ -405,7 +409,7 @@ class UcxChannel(Channel):
         """Destroy the endpoint, or pass it to the thread that does so once its memory is not in use any more.
 
         Args:
-            is_closed: whether the close is known to be complete.
+            is_closed: Whether the close is known to be complete.
         """
         endpoint, traffic, devices = self._endpoint, self.traffic, self._devices()
         if is_closed or not (endpoint.is_busy or self._is_shared() or devices):

@@ -35,10 +35,10 @@ class ClosingConnection:
         """Take over `endpoint` and `memory`.
 
         Args:
-            peer: the name of the peer.
-            endpoint: the endpoint, whose close has begun.
-            memory: the objects whose memory UCX or the peer may still use.
-            devices: the devices to which UCX may still copy.
+            peer: The name of the peer.
+            endpoint: The endpoint, whose close has begun.
+            memory: The objects whose memory UCX or the peer may still use.
+            devices: The devices to which UCX may still copy.
         """
         self._peer = peer
         self._endpoint = endpoint
@@ -52,7 +52,7 @@ class ClosingConnection:
             Whether the connection is closed and all its resources are released.
 
         Raises:
-            DeviceError: if a device cannot tell whether copies to it have ended.
+            DeviceError: A device cannot tell whether copies to it have ended.
         """
         is_closed = self._endpoint.advance_closing()
         if is_closed:

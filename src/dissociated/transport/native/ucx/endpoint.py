@@ -39,12 +39,12 @@ class UcxEndpoint:
         """Begin to connect.
 
         Args:
-            description: the UCX parameters of the endpoint. The error handler is added here.
-            owner: the object whose methods UCX calls from now on; see `Callbacks`.
-            peer: the name of the peer, for messages.
+            description: The UCX parameters of the endpoint. The error handler is added here.
+            owner: The object whose methods UCX calls from now on; see `Callbacks`.
+            peer: The name of the peer, for messages.
 
         Raises:
-            TransportError: if UCX refuses.
+            TransportError: UCX refuses.
         """
         u = self._ucp
         called = callbacks()
@@ -64,7 +64,7 @@ class UcxEndpoint:
         """Return UCX's handle of the key of `span`, a span of the peer's memory.
 
         Raises:
-            TransportError: if the key is invalid.
+            TransportError: The key is invalid.
         """
         if span not in self._keys:
             key = self._ucp.ffi.new("ucp_rkey_h *")
@@ -81,7 +81,7 @@ class UcxEndpoint:
         """Begin to close the endpoint and to notify the peer. `advance_closing` continues that.
 
         Args:
-            requests: the sends and fetches in progress, which end with an error. The endpoint owns them from now on.
+            requests: The sends and fetches in progress, which end with an error. The endpoint owns them from now on.
         """
         # Forced if the error mode allows it, so that a silent peer cannot delay the close. Messages that must arrive
         # were waited for before.

@@ -34,8 +34,8 @@ def client_id(segment: int, takes_runs: bool) -> int:
     takes runs, otherwise 1.
 
     Args:
-        segment: the size in bytes of the largest TCP segment that the client receives; 0 if it is not known.
-        takes_runs: whether the client takes runs.
+        segment: The size in bytes of the largest TCP segment that the client receives; 0 if it is not known.
+        takes_runs: Whether the client takes runs.
     """
     return _NAME << 16 | max(segment.bit_length() - 1, 0) << 8 | (_RUNS_VERSION if takes_runs else _VERSION)
 
@@ -60,7 +60,7 @@ def segment_of(uri: Uri) -> int:
     """Return the size in bytes of the largest TCP segment that the server receives; 0 if `uri` does not tell.
 
     Raises:
-        UriError: if the parameter is not a number.
+        UriError: The parameter is not a number.
     """
     text = uri.parameters.get(SEGMENT_PARAMETER, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20):

@@ -269,7 +269,7 @@ def ucp() -> Ucp:
     """Return the library, which is loaded on first use.
 
     Raises:
-        TransportError: if libucp or cffi is missing or cannot be used.
+        TransportError: libucp or cffi is missing or cannot be used.
     """
     return LIBRARY.load(Ucp)
 

@@ -50,10 +50,10 @@ def context_key(address: str, rma: bool, large: bool, shared: bool) -> ContextKe
     """Return the key of the context for a connection.
 
     Args:
-        address: the IP address of the server, which may have a scope.
-        rma: whether the connection allows one-sided access to memory.
-        large: whether the peer receives segments of size SEGMENT.
-        shared: whether the two processes may share memory.
+        address: The IP address of the server, which may have a scope.
+        rma: Whether the connection allows one-sided access to memory.
+        large: Whether the peer receives segments of size SEGMENT.
+        shared: Whether the two processes may share memory.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     return ContextKey(ip.version == 6, ip.is_loopback, rma, large, shared, os.getpid())
@@ -188,12 +188,12 @@ class Worker:
         """Create a worker in the context for `where`.
 
         Args:
-            where: the key of the context.
-            takes_runs: whether the client id of the worker declares that the client takes runs.
+            where: The key of the context.
+            takes_runs: Whether the client id of the worker declares that the client takes runs.
 
         Raises:
-            TransportError: if UCX cannot be used, or too few descriptors are free.
-            ForkedError: if UCX was in use when this process was forked.
+            TransportError: UCX cannot be used, or too few descriptors are free.
+            ForkedError: UCX was in use when this process was forked.
         """
         _check_process()
         self.ucp = u = ucp()
