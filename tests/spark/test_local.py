@@ -107,6 +107,8 @@ def test_to_arrow_of_cached_data_is_that_of_spark(spark: SparkSession) -> None:
         "steps": "CAST(id AS INT)",
         "jumps": "id * 10000000000",
         "codes": "CAST(id % 3 AS INT)",
+        "mixed": "IF(id < 10000, CAST(id % 3 * 70000 AS INT), CAST(id * 7919 AS INT))",
+        "mixed_long": "IF(id < 10000, id % 3 * 70000, id * 7919)",
         "i8": "CAST(id AS TINYINT)",
         "i16": "CAST(id AS SMALLINT)",
         "f32": "CAST(id / 3 AS FLOAT)",
@@ -117,7 +119,13 @@ def test_to_arrow_of_cached_data_is_that_of_spark(spark: SparkSession) -> None:
         "wide": "CAST(id * 1.01 AS DECIMAL(38, 18))",
         "day": "date_add(DATE'1969-12-25', CAST(id AS INT))",
         "instant": "TIMESTAMP'2024-11-03 05:30:00Z' + make_dt_interval(0, CAST(id AS INT))",
+        "local": "TIMESTAMP_NTZ'1969-12-31 23:59:59' + make_dt_interval(0, CAST(id AS INT))",
+        "span": "make_dt_interval(0, CAST(id AS INT))",
+        "bytes": "CAST(concat('b', id) AS BINARY)",
+        "collated": "concat('V', id % 3) COLLATE UTF8_LCASE",
         "items": "array(id, NULL, id + 1)",
+        "record": "named_struct('x', id, 'y', concat('y', id))",
+        "entries": "map(concat('k', id), id)",
         "nothing": "NULL",
     }
     values = [f"{value} AS {name}" for name, value in columns.items()]

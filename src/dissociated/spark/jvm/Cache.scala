@@ -18,7 +18,7 @@ object CachedBatches {
   def of(plan: SparkPlan): Option[RDD[CachedRows]] = plan match {
     case stage: TableCacheQueryStageExec => of(stage.plan)
     case scan @ InMemoryTableScanExec(attributes, Seq(), relation)
-        if relation.cacheBuilder.serializer.isInstanceOf[DefaultCachedBatchSerializer] =>
+        if relation.cacheBuilder.serializer.getClass == classOf[DefaultCachedBatchSerializer] =>
       val ordinals = attributes.map(attribute => relation.output.indexWhere(_.exprId == attribute.exprId)).toArray
       val types = attributes.map(_.dataType).toArray
       val rows = scan.longMetric("numOutputRows")
@@ -64,19 +64,20 @@ object CachedColumn {
     case FixedWidth(4) => new CachedPrimitives(IntegerType)
     case FixedWidth(8) => new CachedPrimitives(LongType)
     case decimal: DecimalType if decimal.precision <= Decimal.MAX_LONG_DIGITS => new CachedPrimitives(LongType)
+    case user: UserDefinedType[_] => of(user.sqlType)
     case _ => new CachedFields(dataType)
   }
 }
 
 /** Values of a primitive type, or of a type that Spark caches as one. */
 final class CachedPrimitives(dataType: DataType) extends CachedColumn {
-  private val vector = new OnHeapColumnVector(0, dataType)
+  private var vector: OnHeapColumnVector = _
 
   override def fixedSize: Long = dataType.defaultSize
 
   override def decode(encoded: Array[Byte], count: Int): Unit = {
-    vector.reset()
-    vector.reserve(count)
+    // `reset` would keep the dictionary of the previous batch.
+    vector = new OnHeapColumnVector(count, dataType)
     ColumnAccessor.decompress(encoded, vector, dataType, count)
   }
 
