@@ -410,7 +410,7 @@ _OF_ONE_SIDE = (
 )
 
 
-def error_number(error: DissociatedError) -> int:
+def error_number(error: DissociatedError | type[DissociatedError]) -> int:
     """Return the number of the error class with the code of `error`; 1, the base class, if there is none."""
     return next((number for number, kind in NUMBERED_ERRORS.items() if kind.code == error.code), 1)
 

@@ -376,6 +376,13 @@ def test_a_dataset_that_expires_while_its_replacement_fails_does_not_come_back(
         assert server.names() == [info.name for info in client.list()] == []
 
 
+def test_a_server_that_listens_nowhere_is_read_over_flight() -> None:
+    with dis.Server([]) as server, dis.connect(server.catalog_uri) as client:
+        table = pa.table({"n": range(100_000)})  # too large to come with its description
+        server.publish("data", table)
+        assert client.read("data").read_all() == table
+
+
 def test_a_dataset_keeps_its_name_while_a_put_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with dis.Server(["tcp:", "shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", TABLE)

@@ -53,7 +53,7 @@ def utc(seconds: float) -> str:
 
 def advise_name(name: str, names: Sequence[str], how: str) -> str:
     """Return advice for a name that is none of `names`: the closest of them, and how to list all."""
-    question = _did_you_mean(name, [other for other in names if other != name])  # it may have been published meanwhile
+    question = _did_you_mean(name, names)
     return f"{question} List the names with {how}" if question else f"list the names with {how}"
 
 
@@ -64,7 +64,7 @@ def missing_column(name: str, names: Sequence[str], purpose: str = "") -> str:
 
 def missing(noun: str, name: str, names: Sequence[str], purpose: str = "") -> str:
     """Return the message for a thing that is none of `names`: the closest of them, and all or the first."""
-    question = _did_you_mean(name, [other for other in names if other != name])  # it may have been published meanwhile
+    question = _did_you_mean(name, names)
     hint = f" ({question})" if question else ""
     return f"there is no {noun} {name!r}{purpose}{hint}; there are {first_names(names, _MAX_NAMES)}"
 
@@ -76,7 +76,8 @@ def first_names(names: Sequence[str], most: int = 10) -> str:
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:
-    close = [repr(match) for match in get_close_matches(name, names)]
+    other_names = [other for other in names if other != name]  # it may have been published meanwhile
+    close = [repr(match) for match in get_close_matches(name, other_names)]
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 

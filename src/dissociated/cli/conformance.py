@@ -17,7 +17,6 @@ from dissociated.cli import quantities
 from dissociated.cli.variants import allocate_bounded, serve_variants
 from dissociated.client.uri_stream import open_stream, open_tensors
 from dissociated.errors import (
-    NUMBERED_ERRORS,
     AccessDenied,
     ConnectionClosed,
     DatasetNotFound,
@@ -25,6 +24,7 @@ from dissociated.errors import (
     RemoteError,
     RemoteProtocolError,
     UriError,
+    error_number,
 )
 from dissociated.format.message import extents_within
 from dissociated.protocol.delivery import Delivery
@@ -254,7 +254,7 @@ class _Checks:
 
     def _abort(self, connection: Connection, reason: str, *expected: type[DissociatedError]) -> str:
         """Wait for the server's ABORT with the code of one of `expected`."""
-        numbers = [number for kind in expected for number in NUMBERED_ERRORS if NUMBERED_ERRORS[number] is kind]
+        numbers = [*map(error_number, expected)]
         outcome = "closed the connection without ABORT"
         try:
             if connection.receive(self._timeout, _bounded) is not None:

@@ -203,14 +203,12 @@ def _lost_after(keepalive_timeout: float) -> list[tuple[str, int]]:
     more room, a process that reads nothing for `keepalive_timeout` counts as lost. So an upload needs a long time.
     """
     milliseconds = int(min(keepalive_timeout * 1000, _MAX_MILLISECONDS))
+    connect_milliseconds = min(milliseconds, int(_KEEPALIVE_TIMEOUT * 1000))
     return [
         ("grpc.keepalive_time_ms", int(_ASK_AFTER * 1000)),
         ("grpc.keepalive_timeout_ms", milliseconds),
         ("grpc.http2.max_pings_without_data", 0),  # a client sends nothing during a long stream
-        (
-            "grpc.min_reconnect_backoff_ms",
-            min(milliseconds, int(_KEEPALIVE_TIMEOUT * 1000)),
-        ),  # the deadline for connecting
+        ("grpc.min_reconnect_backoff_ms", connect_milliseconds),  # the deadline for connecting
     ]
 
 

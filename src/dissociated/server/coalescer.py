@@ -41,9 +41,8 @@ class Coalescer:
         self._last_activity = 0.0  # the time at which the last message was added, or the last send ended
         self._burst = 0  # number of messages that the last one followed without a pause
         self._changed = threading.Condition()  # held during a send; notified to wake the idle thread
-        self._thread: threading.Thread | None = (
-            None  # sends messages that are due; started with the first message that waits
-        )
+        #: Sends messages that are due. Started with the first message that waits.
+        self._thread: threading.Thread | None = None
         self._idle = False  # whether the thread waits to be notified of a message
         self._closed = False
         self._error: BaseException | None = None  # of `send` in the thread, until a caller has got it
