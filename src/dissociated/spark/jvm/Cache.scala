@@ -10,7 +10,6 @@ import org.apache.spark.sql.execution.adaptive.TableCacheQueryStageExec
 import org.apache.spark.sql.execution.columnar._
 import org.apache.spark.sql.execution.vectorized.OnHeapColumnVector
 import org.apache.spark.sql.types._
-import org.apache.spark.unsafe.Platform
 
 /** The batches of a DataFrame that Spark has cached. Spark itself returns their columns only if all are primitive. */
 object CachedBatches {
