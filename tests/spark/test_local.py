@@ -103,6 +103,7 @@ def test_to_arrow_of_cached_data_is_that_of_spark(spark: SparkSession) -> None:
     columns = NATIVE | {
         # Spark's own toArrow refuses a null struct whose fields are not nullable.
         "record": "named_struct('x', nullif(id % 5, 0), 'y', nullif(concat('y', id), 'y1'))",
+        "i8": "CAST(id % 100 AS TINYINT)",
         "runs": "concat('v', id div 50)",
         "few": "concat('v', id % 3)",
         "few_i32": "CAST(id % 3 * 70000 AS INT)",
