@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -121,7 +122,7 @@ def make(scale: float, directory: Path, lane: Lane) -> Step:
     lane.begins("generate")
     made = Step("generate", time.time())
     started = time.perf_counter()
-    generate(scale, directory)
+    generate(scale, directory, parts=min(8, math.ceil(800 * scale)))  # as many files for each table
     made.seconds = time.perf_counter() - started
     nbytes = sum(path.stat().st_size for path in directory.rglob("*.parquet"))
     made.says = f"TPC-H at scale {scale:g}: {len(TABLES)} tables, {nbytes / 1e6:,.1f} MB as Parquet"

@@ -20,7 +20,7 @@ from examples.tpch.data import TABLES
 from examples.tpch.queries import QUERIES
 from examples.tpch.steps import fail, step, tell
 
-_INTERVAL = 0.1  # seconds between two polls of the progress of Spark's tasks
+_INTERVAL = 0.25  # seconds between two polls of the progress of Spark's tasks
 
 
 @contextmanager

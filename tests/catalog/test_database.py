@@ -134,6 +134,16 @@ def test_a_replaced_version_is_there_for_as_long_as_was_promised(database: Datab
     assert database.unreferenced_parts("a") == ["1"]
 
 
+def test_nothing_is_appended_to_rows_that_were_lost_after_the_number_was_assigned(database: Database) -> None:
+    database.register(B, [], "then", FOREVER)
+    database.publish(Commit("d", key="1"), SCHEMA, [part("1", "b")])
+    number = database.next_version("d", append=True)
+    assert database.touch_node("b", "now", FOREVER, since="then", removed=["1"])
+    with pytest.raises(CatalogError, match="version 1 was evicted, or lost with its node"):
+        database.publish(Commit("d", key="2", mode="append", number=number), SCHEMA, [part("2")])
+    assert database.datasets() == []
+
+
 def test_a_time_to_live(database: Database, clock: Clock) -> None:
     database.publish(Commit("d", key="0"), SCHEMA, [part("0")])
     database.find("d", retain=60)
@@ -141,8 +151,20 @@ def test_a_time_to_live(database: Database, clock: Clock) -> None:
     clock.now += 9.9
     assert database.find("d", retain=60).expires == 1010.0
     clock.now += 0.2
+    before = database.changes
     assert database.datasets() == database.versions("d") == []  # with all that it replaced, which must not come back
+    assert (database.names(9), database.current(["d"]), database.unreadable()) == ([], {}, (0, ()))
+    for look_up in (
+        lambda: database.find("d"),
+        lambda: database.find("d", 1),
+        lambda: database.find_by_ticket(b"ticket 0"),
+        lambda: database.find_by_ticket(b"ticket 1"),
+    ):
+        with pytest.raises(DatasetNotFound):
+            look_up()
+    assert database.changes == before  # A reader writes nothing.
     assert database.unreferenced_parts("a") == ["0", "1"]
+    assert database.changes > before
 
 
 def test_drop(database: Database) -> None:
@@ -243,6 +265,7 @@ def test_a_node_is_told_what_is_published_and_whether_that_is_all(database: Data
     assert database.referenced_parts("a", ["1", "unknown"]) == {"1": True}
     assert database.referenced_parts("a", []) == {}
     database.publish(Commit("d", key="more", mode="append"), SCHEMA, [part("2", "b")])
+    database.acknowledge_parts({"1": True})  # This was the answer before the append.
     assert database.referenced_parts("b", ["2"]) == {"2": False}
     for _ in range(2):  # repeated until the node confirms
         assert database.referenced_parts("a", []) == {"1": False}

@@ -22,7 +22,7 @@ from dissociated.errors import AccessDenied, CatalogError, NodeUnreachable, Stor
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from support.helpers import PATIENCE
+from support.helpers import PATIENCE, wait_until
 from support.injection import Fault
 from support.nodes import put, read, table
 
@@ -168,13 +168,28 @@ def test_a_deletion_that_failed_is_tried_again(memory: Path) -> None:
         pair.tell()
         pair.node.close()
         pair.catalog.catalog.forget(pair.node.store.id)  # the catalog has no row of the part any more
-        Catalog.losing = "message"
-        pair.start_node()
-        Catalog.losing = ""
-        with Fault(str(memory / "store"), operations=("rename",)), pytest.raises(StoreError, match="removing 'a'"):
-            pair.node.service.catalog.reconcile()
+        with Fault(str(memory / "store" / "segments"), operations=("rename",), times=2):
+            pair.start_node()  # its first report brings the deletion
+            with pytest.raises(StoreError, match="removing 'a'"):
+                pair.node.service.catalog.reconcile()
         pair.tell()
         pair.check({})
+
+
+def test_a_node_whose_deletion_failed_starts_again(memory: Path) -> None:
+    def start() -> Node:
+        return Node(Store(memory / "store"), ["shm:"], database=str(memory / "catalog.db"))
+
+    fault = Fault(str(memory / "store" / "segments"), operations=("rename",), times=1000)
+    with start() as node, dis.connect(node.uri) as client:
+        client.put("a", table(1))
+        fault.arm()
+        client.drop("a")  # The database decides.
+    node = start()
+    fault.disarm()
+    with node, dis.connect(node.uri) as client:
+        assert client.list() == []
+        wait_until(lambda: node.store.versions() == [], "the deletion was tried again")
 
 
 def test_a_catalog_that_does_not_answer_does_not_hold_up_the_end_of_a_node(

@@ -104,14 +104,17 @@ def test_the_time_of_the_catalog_decides_on_tickets(
 def test_a_node_whose_clock_is_behind_takes_part_in_a_commit_that_takes_a_while(
     memory: Path, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The part that it has prepared looks two hours old by its clock, and must not be taken for a forgotten one."""
+    """The part that it has prepared looks two hours old by its clock, and must not be taken for a forgotten one.
+
+    Meanwhile, other datasets are committed.
+    """
     catalog = start_catalog(start, tmp_path)
     monkeypatch.setenv(CLOCK, "-7200")
     behind = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--heartbeat", "0.1")
     monkeypatch.delenv(CLOCK)
     other = start("node", "--store", memory / "b", "--catalog", catalog.uri, "--heartbeat", "1")
     parts = []
-    for node, number in ((behind, 1), (other, 2)):
+    for node, number in ((behind, 1), (other, 2), (behind, 3)):
         with dis.connect(node.uri) as client:
             place = client.stage()
             with SegmentWriter(f"{place.directory}/{number}", SCHEMA) as writer:
@@ -120,23 +123,33 @@ def test_a_node_whose_clock_is_behind_takes_part_in_a_commit_that_takes_a_while(
 
     def commit() -> None:
         with dis.connect(catalog.uri) as client:
-            client.commit(dis.Commit("d", parts, SCHEMA, key="k"))
+            client.commit(dis.Commit("d", parts[:2], SCHEMA, key="k"))
 
-    def seen() -> float:
+    def abort() -> bool:
         with dis.connect(catalog.uri) as client:
+            client.abort("k")
+            return client.committed("k")
+
+    with ThreadPoolExecutor(2) as pool, dis.connect(catalog.uri, timeout=PATIENCE) as client:
+
+        def seen() -> float:
             return max(float(node["seen"]) for node in client.nodes() if node["flight"] == behind.uri)
 
-    other.signal(signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
+        other.signal(signal.SIGSTOP)
         committing = pool.submit(commit)
         wait_until(lambda: len(segments(memory / "a" / "segments")) == 1, "the first node has prepared its part")
+        aborting = pool.submit(abort)
+        client.commit(dis.Commit("e", parts[2:], SCHEMA, key="another"))  # It does not wait for the stopped node.
         before = seen()
         wait_until(lambda: seen() > before, "a heartbeat has told of it")
         before = seen()
         wait_until(lambda: seen() > before, "another has the answer")
+        assert not committing.done()
+        assert not aborting.done()  # It waits for the commit with its key.
         other.signal(signal.SIGCONT)
         committing.result(PATIENCE)
-    assert read(catalog.uri, "d") == [1, 2]
+        assert aborting.result(PATIENCE)
+    assert (read(catalog.uri, "d"), read(catalog.uri, "e")) == ([1, 2], [3])
 
 
 def test_a_node_that_the_catalog_cannot_reach_is_refused(memory: Path, tmp_path: Path, start: Start) -> None:

@@ -269,7 +269,9 @@ def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(serve:
                 one.read_next_batch()
             if end == "fails":
                 assert "the source of 'live' failed (ValueError)" in str(caught.value)
-            elif end != "closed":
+            elif end == "closed":
+                assert "the server of the live stream 'live' is closing" in str(caught.value)
+            else:
                 assert "'live' was dropped by whoever published it" in str(caught.value)
             del caught
         reason = {"fails": "says more", "closed": "the server of the live stream 'live' is closing"}.get(end, "dropped")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from dissociated.spark import map_in_arrow, publish, read, session
 
@@ -72,6 +73,12 @@ def write(df: DataFrame, name: str, uri: str, mode: str = "overwrite") -> None:
     publish(df, name, uri, mode)
 
 
+def count_and_sum(df: DataFrame) -> tuple[int, int]:
+    """Count and add up `id` in this process. Each executor would first load Spark's compiler for an aggregate."""
+    numbers = df.toArrow()["id"]
+    return len(numbers), pc.sum(numbers).as_py()
+
+
 def plain(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, mode: str = "overwrite") -> None:
     write(spark.range(0, rows, numPartitions=partitions), name, uri, mode)
 
@@ -88,7 +95,7 @@ def killed_within(
         batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
     ) -> Iterator[pa.RecordBatch]:
         for number, batch in enumerate(batches):
-            if number == 6 and partition == 1 and not os.path.exists(killed):
+            if number == 2 and partition == 1 and not os.path.exists(killed):
                 pid = wait_for(lambda: writer_of(f"-{partition:06}-{attempt_id}.arrows", stores))
                 if whom == "executor":
                     pid = executor()
@@ -146,8 +153,7 @@ def never_ending(spark: SparkSession, uri: str, name: str, rows: int, partitions
 
 def summed(spark: SparkSession, uri: str, name: str, rows: int, partitions: int) -> None:
     """Check the sum of a dataset that Spark's own executors read, each in its JVM."""
-    df = read(spark, name, uri, partitions=partitions)
-    assert df.selectExpr("count(id)", "sum(id)").first() == (rows, sum(range(rows)))
+    assert count_and_sum(read(spark, name, uri, partitions=partitions)) == (rows, sum(range(rows)))
 
 
 def function_killed(spark: SparkSession, rows: int, killed: str) -> None:
@@ -167,7 +173,7 @@ def function_killed(spark: SparkSession, rows: int, killed: str) -> None:
 
     spark.conf.set("spark.dissociated.jvm", "true")  # `write` may have left the other: Spark's own mapInArrow
     mapped = map_in_arrow(spark.range(0, rows, numPartitions=2), kill, "id long")
-    assert mapped.selectExpr("count(id)", "sum(id)").first() == (2 * rows, 2 * sum(range(rows)))
+    assert count_and_sum(mapped) == (2 * rows, 2 * sum(range(rows)))
 
 
 def function_never_ends(spark: SparkSession, rows: int, started: str) -> None:
@@ -191,6 +197,7 @@ JOBS: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
+    os.setsid()  # so that a test kills this process and its Java by their group
     conf = json.loads(sys.argv[1])
     with session("tests", conf.pop("master"), **{"spark.log.level": "OFF", **conf}) as spark:
         print("{}", flush=True)

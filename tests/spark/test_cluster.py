@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -49,6 +47,15 @@ CONF = {
     "spark.speculation.minTaskRuntime": "500ms",
 }
 
+#: A Java for Spark's workers, which all run in one process.
+JAVA = """#!/bin/sh
+case "$*" in
+{cases}
+esac
+exec '{java}/bin/java' "$@"
+"""
+CASE = """*'--hostname {host} '*) export DISSOCIATED_HOST={host} DISSOCIATED_NODE='{options}';;"""
+
 CONSUMER = """
 import json, sys, dissociated as dis
 with dis.connect(sys.argv[1]) as client:
@@ -65,21 +72,23 @@ def home() -> Iterator[Path]:
         yield Path(directory)
 
 
-def environment(java: str, python: Path, home: Path, host: str = "") -> dict[str, str]:
-    """Return the environment of a process on a host, whose nodes have their stores below `home`."""
-    named = {"DISSOCIATED_HOST": host} if host else {}
-    where = f"--listen shm: --listen tcp://{host}:0 --flight grpc://{host}:0" if host else ""
+def environment(java: str, python: Path, home: Path) -> dict[str, str]:
+    """Return the environment of a process without a host."""
     return {
         **os.environ,
         "JAVA_HOME": java,
         "SPARK_HOME": str(Path(pyspark.__file__).parent),
-        "SPARK_DAEMON_MEMORY": "256m",
         "PYSPARK_PYTHON": str(python),
         "PYTHONPATH": os.pathsep.join(map(str, (Path(dis.__file__).parents[1], Path(__file__).parent))),
         MARK: str(os.getpid()),
-        "DISSOCIATED_NODE": f"--store {store(home, host)} --heartbeat 1 {where}",
-        **named,
+        "DISSOCIATED_NODE": node_options(home),
     }
+
+
+def node_options(home: Path, host: str = "") -> str:
+    """Return the options for a node of a host, whose store lies below `home`."""
+    where = f"--listen shm: --listen tcp://{host}:0 --flight grpc://{host}:0" if host else ""
+    return f"--store {store(home, host)} --heartbeat 1 {where}"
 
 
 def store(home: Path, host: str = "") -> Path:
@@ -90,19 +99,10 @@ class Driver:
     """A Spark driver process that runs the jobs of driver.py."""
 
     def __init__(self, master: str, env: Mapping[str, str], log: Path, **conf: object) -> None:
+        script = Path(__file__).with_name("driver.py")
         with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    str(Path(__file__).with_name("driver.py")),
-                    json.dumps({"master": master, **CONF, **conf}),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                env=env,
-                start_new_session=True,
+            self.process = Fork(
+                script, json.dumps({"master": master, **CONF, **conf}), stdin=PIPE, stdout=PIPE, stderr=output, env=env
             )
         self._log = log
         self._answer()
@@ -179,38 +179,42 @@ class Catalog:
         self._process.kill()
 
 
+def java_of_hosts(java: str, home: Path) -> str:
+    """Return the home of a Java that runs the executors of each host in the environment of that host."""
+    script = home / "java" / "bin" / "java"
+    script.parent.mkdir(parents=True)
+    cases = "\n".join(CASE.format(host=host, options=node_options(home, host)) for host in HOSTS)
+    script.write_text(JAVA.format(cases=cases, java=java))
+    script.chmod(0o700)
+    return str(home / "java")
+
+
 @contextmanager
-def daemon(env: Mapping[str, str], *arguments: str) -> Iterator[None]:
-    """Run one of Spark's own daemons."""
-    command = [f"{env['SPARK_HOME']}/bin/spark-class", *arguments]
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        yield
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(PATIENCE)
+def daemons(env: Mapping[str, str], home: Path, port: int) -> Iterator[None]:
+    """Run the master and the workers of daemons.py."""
+    workers = [(host, executors, str(home / f"work-{host}")) for host, executors in EXECUTORS.items()]
+    arguments = json.dumps(["127.0.0.1", port, workers])
+    with Fork(Path(__file__).with_name("daemons.py"), arguments, env=env, stdin=PIPE, stdout=PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline(), "Spark's daemons have ended"
+        try:
+            yield
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def cluster(java: str, python: Path, home: Path) -> Iterator[Cluster]:
-    """Yield a cluster of a master and one worker on each host."""
-    master = f"spark://127.0.0.1:{free_port()}"
-    package = "org.apache.spark.deploy"
+    """Yield a cluster of a master and one worker for each host."""
+    port = free_port()
     with ExitStack() as ends:
-        port = master.rpartition(":")[2]
-        places = ("--host", "127.0.0.1", "--port", port, "--webui-port", "0")
-        ends.enter_context(daemon(environment(java, python, home), f"{package}.master.Master", *places))
-        for host, executors in EXECUTORS.items():
-            has = ("-c", str(executors), "-m", f"{executors}g", "-d", str(home / f"work-{host}"))
-            place = ("--host", host, "--webui-port", "0", *has, master)
-            ends.enter_context(daemon(environment(java, python, home, host), f"{package}.worker.Worker", *place))
+        ends.enter_context(daemons(environment(java_of_hosts(java, home), python, home), home, port))
         settings = {
             "spark.scheduler.minRegisteredResourcesRatio": "1.0",
             "spark.cores.max": sum(EXECUTORS.values()),
         }
-        driver = Driver(master, environment(java, python, home), home / "driver.log", **settings)
+        env = environment(java, python, home)
+        driver = Driver(f"spark://127.0.0.1:{port}", env, home / "driver.log", **settings)
         ends.callback(driver.kill)
         catalog = Catalog(home / "catalog.db")
         ends.callback(catalog.kill)
@@ -230,7 +234,7 @@ def test_one_node_of_each_host_serves_its_segments_by_shm_there_and_by_tcp_elsew
 ) -> None:
     """This test writes first: both executors of a host begin at once, and start one node."""
     executors = sum(EXECUTORS.values())
-    cluster.run("spread", "spread", rows=200_000, partitions=8, meeting=str(tmp_path), executors=executors)
+    cluster.run("spread", "spread", rows=20_000, partitions=8, meeting=str(tmp_path), executors=executors)
     assert all(cluster.segments("spread", host) for host in HOSTS)
     assert len(cluster.segments("spread")) == 8
     with dis.connect(cluster.uri) as client:
@@ -240,9 +244,9 @@ def test_one_node_of_each_host_serves_its_segments_by_shm_there_and_by_tcp_elsew
         there = {**os.environ, "DISSOCIATED_HOST": host}
         with Fork("-c", CONSUMER, cluster.uri, "spread", env=there, stdout=PIPE) as consumer:
             told = json.loads(consumer.communicate(timeout=PATIENCE)[0])
-        assert sorted(told["ids"]) == [*range(200_000)]
+        assert sorted(told["ids"]) == [*range(20_000)]
         assert told["maps"] == sorted(map(str, cluster.segments("spread", host)))
-    cluster.run("summed", "spread", rows=200_000, partitions=4)
+    cluster.run("summed", "spread", rows=20_000, partitions=4)
 
 
 def test_what_is_killed_within_a_task_is_done_again_once(cluster: Cluster, home: Path, tmp_path: Path) -> None:
@@ -254,26 +258,26 @@ def test_what_is_killed_within_a_task_is_done_again_once(cluster: Cluster, home:
         cluster.run("killed_within", "killed", rows=rows, partitions=partitions, mode=mode, **told)
         wait_until(lambda: not Path("/proc", killed.read_text()).exists(), "it is dead, and its parent knows it")
 
-    lose("worker", "overwrite", 400_000, 2)
-    assert cluster.read("killed") == [*range(400_000)]
+    lose("worker", "overwrite", 80_000, 2)
+    assert cluster.read("killed") == [*range(80_000)]
     assert len(cluster.segments("killed")) == 2
-    lose("executor", "append", 300_000, 3)
-    assert cluster.read("killed") == sorted([*range(400_000), *range(300_000)])
+    lose("executor", "append", 120_000, 3)
+    assert cluster.read("killed") == sorted([*range(80_000), *range(120_000)])
     cluster.leaves_nothing()
 
 
 @pytest.mark.parametrize("mode", ["overwrite", "append"])
 def test_of_two_attempts_that_finish_one_counts(cluster: Cluster, tmp_path: Path, mode: str) -> None:
     name = f"raced {mode}"
-    cluster.run("raced", name, rows=200_000, partitions=2, meeting=str(tmp_path), mode=mode)
+    cluster.run("raced", name, rows=20_000, partitions=2, meeting=str(tmp_path), mode=mode)
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]  # both attempts finished
-    assert cluster.read(name) == [*range(200_000)]
+    assert cluster.read(name) == [*range(20_000)]
     cluster.leaves_nothing()
     assert len(cluster.segments(name)) == 2
 
 
 def test_a_node_that_is_killed_comes_back_with_the_next_write_and_serves_the_same(cluster: Cluster) -> None:
-    cluster.run("plain", "kept", rows=100_000, partitions=4)
+    cluster.run("plain", "kept", rows=10_000, partitions=4)
     address = running(cluster.stores[HOSTS[1]])
     assert address is not None
     with dis.connect(cluster.uri) as client:
@@ -281,33 +285,33 @@ def test_a_node_that_is_killed_comes_back_with_the_next_write_and_serves_the_sam
         os.kill(address.pid, signal.SIGKILL)
 
         def back() -> bool:
-            cluster.run("plain", "next", rows=100_000, partitions=8)
+            cluster.run("plain", "next", rows=10_000, partitions=8)
             return running(cluster.stores[HOSTS[1]]) not in (None, address)
 
         wait_until(back, "a task on that host has started it", 120)  # a node killed for being slow does not count
         wait_until(lambda: all(one.locations for one in client.describe("kept").endpoints), "it is heard again")
         assert [endpoint.ticket for endpoint in client.describe("kept").endpoints] == before
-    assert cluster.read("kept") == cluster.read("next") == [*range(100_000)]
+    assert cluster.read("kept") == cluster.read("next") == [*range(10_000)]
 
 
 def test_a_catalog_that_is_killed_knows_every_dataset_again(cluster: Cluster) -> None:
-    cluster.run("plain", "known", rows=100_000, partitions=4)
+    cluster.run("plain", "known", rows=10_000, partitions=4)
     with dis.connect(cluster.uri) as client:
         before = client.list()
     cluster.catalog.kill()
     cluster.catalog.start()
     with dis.connect(cluster.uri) as client:
         wait_until(lambda: client.list() == before, "the nodes are heard again, and nothing was forgotten")
-    assert cluster.read("known") == [*range(100_000)]
+    assert cluster.read("known") == [*range(10_000)]
     cluster.run("plain", "known", rows=10, partitions=2, mode="append")
-    assert cluster.read("known") == sorted([*range(100_000), *range(10)])
+    assert cluster.read("known") == sorted([*range(10_000), *range(10)])
 
 
 def test_an_executor_that_is_killed_under_map_in_arrow_leaves_nothing(
     cluster: Cluster, home: Path, tmp_path: Path
 ) -> None:
     killed = tmp_path / "killed"
-    cluster.driver.run("function_killed", rows=100_000, killed=str(killed))
+    cluster.driver.run("function_killed", rows=40_000, killed=str(killed))
     processes = {int(process) for process in killed.read_text().split()}
     wait_until(lambda: not processes & marked(), "the executor and its Python worker have ended")
     wait_until(lambda: not function_memory(marked()), "all memory of functions is freed")
@@ -317,7 +321,7 @@ def test_a_driver_that_is_killed_under_map_in_arrow_leaves_nothing(
     cluster: Cluster, home: Path, tmp_path: Path
 ) -> None:
     """This test comes last, because it leaves the cluster without a driver."""
-    cluster.driver.begin("function_never_ends", rows=100_000, started=str(tmp_path))
+    cluster.driver.begin("function_never_ends", rows=40_000, started=str(tmp_path))
     wait_until(lambda: len(os.listdir(tmp_path)) == 2, "two functions run")
     workers = {int(process) for process in os.listdir(tmp_path)}
     assert workers <= marked()

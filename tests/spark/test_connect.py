@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 import dissociated as dis
+from support.processes import Fork
 
 from .test_quickstart import PROGRAM, RESULT
 
@@ -66,15 +67,10 @@ def environment(java: str, python: Path, tmp_path: Path) -> dict[str, str]:
 @pytest.mark.timeout(300)
 def test_the_quickstart_runs_and_datasets_are_written_and_read(environment: dict[str, str], tmp_path: Path) -> None:
     with dis.Server(["shm:"]) as server:
-        run = subprocess.run(
-            [sys.executable, "-c", SCRIPT, server.catalog_uri, PROGRAM],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
-        assert RESULT in run.stdout
+        arguments = ("-c", SCRIPT, server.catalog_uri, PROGRAM)
+        with Fork(*arguments, env=environment, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as run:
+            output, errors = run.communicate(timeout=280)
+        assert run.returncode == 0, output + errors
+        assert RESULT in output
         with dis.connect(server.catalog_uri) as client:
             assert client.read("numbers").read_all()["id"].to_pylist() == [*range(1000)]

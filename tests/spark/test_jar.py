@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from dissociated.cli import main
 from dissociated.errors import JarNotMade
 from dissociated.spark.jar import jar
+from support.helpers import PATIENCE
+from support.processes import Fork
 
 COMPILER = """#!/bin/sh
 # It says what it is, or compiles: all of it is one class.
@@ -39,12 +39,11 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_of_those_who_come_at_once_one_compiles(compiler: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "dissociated", "spark-jar"]
-    with ThreadPoolExecutor(3) as threads:
-        runs = [threads.submit(subprocess.run, command, capture_output=True, text=True) for _ in range(3)]
-    (path,) = {run.result().stdout.strip() for run in runs}
-    assert sum(run.result().stderr.count("compiling the data source for Spark") for run in runs) == 1
+def test_of_those_who_come_at_once_one_compiles(forks: None, compiler: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    processes = [Fork("-m", "dissociated", "spark-jar", stdout=PIPE, stderr=PIPE) for _ in range(3)]
+    printed = [process.communicate(timeout=PATIENCE) for process in processes]
+    (path,) = {output.strip() for output, _ in printed}
+    assert sum(errors.count("compiling the data source for Spark") for _, errors in printed) == 1
     assert len((compiler / "calls").read_text().splitlines()) == 1
     assert {*zipfile.ZipFile(path).namelist()} == {
         "Compiled.class",

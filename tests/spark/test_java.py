@@ -1,4 +1,4 @@
-"""The choice of the Java for Spark. test_plain_session.py shows that Spark runs on the wheel's Java."""
+"""The choice of the Java for Spark. test_plain_session.py shows that Spark starts on the wheel's Java."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 import dissociated as dis
 from dissociated.spark import java_home
 from support.helpers import PATIENCE, wait_until
-from support.processes import Start, free_port
+from support.processes import Fork, Start, free_port
 
 from .test_streaming import numbers, put, run, staged, stream, wait_for
 
@@ -23,12 +22,13 @@ if TYPE_CHECKING:
 
 #: Three concurrent writes that never finish.
 DRIVER = """
-import sys
+import os, sys
 from threading import Thread
 
 from dissociated.spark import session
 from driver import never_ending
 
+os.setsid()  # so that the test kills this process and its Java by their group
 catalog, checkpoint, gate, forgetful = sys.argv[1:]
 spark = session("driver", "local[3]", **{"spark.log.level": "OFF", "spark.python.daemon.module": "warm"})
 
@@ -50,18 +50,13 @@ class Driver:
 
     def __init__(self, python: Path, *arguments: str | Path) -> None:
         path = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, *map(str, arguments)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={
-                **os.environ,
-                "JAVA_HOME": java_home(),
-                "PYSPARK_PYTHON": str(python),
-                "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            },
-            start_new_session=True,
-        )
+        env = {
+            **os.environ,
+            "JAVA_HOME": java_home(),
+            "PYSPARK_PYTHON": str(python),
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        }
+        self._process = Fork("-c", DRIVER, *arguments, stdout=DEVNULL, stderr=DEVNULL, env=env)
 
     def kill(self) -> None:
         if self._process.returncode is None:

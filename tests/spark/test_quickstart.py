@@ -13,7 +13,6 @@ from pathlib import Path
 from pyspark.find_spark_home import _find_spark_home
 
 import dissociated as dis
-from spark.archive import environment_for_plans
 from support.pages import ROOT, blocks
 
 (PROGRAM,) = [block.code for block in blocks(ROOT / "docs" / "spark-quickstart.md") if block.language == "python"]
@@ -34,7 +33,7 @@ def test_the_program_and_the_example_run_as_they_are_printed(
     program.write_text(PROGRAM + EXAMPLE)
     path = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {
-        **environment_for_plans(),
+        **os.environ,
         "JAVA_HOME": java,
         "PATH": os.pathsep.join(path),
         "PYSPARK_PYTHON": str(python),

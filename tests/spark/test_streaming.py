@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from dissociated.spark.request import DatasetRequest
 from dissociated.spark.streaming import DatasetStreamReader, RowsPartition, StreamOptions
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
+from dissociated.uri import Uri
 from support.helpers import connections_left, wait_until
 from support.processes import Process, Start, free_port
 
@@ -251,6 +253,20 @@ def test_memory_is_held_until_the_batch_is_committed_and_no_longer(node: Node, r
     reader.commit(end)
     wait_until(lambda: leases(node) == 0, "the driver holds nothing")
     assert connections_left(node.server) == 0
+
+
+def test_a_batch_is_read_by_another_route_if_the_shared_memory_server_is_gone() -> None:
+    with dis.Server(["shm:", "tcp:"]) as server, socket.socket(socket.AF_UNIX) as deaf:
+        put(server.catalog_uri, "in", range(3))
+        path = Uri.parse(server.locations("in")[0]).path
+        os.unlink(path)
+        deaf.bind(path)  # It does not listen, so connections are refused.
+        os.chmod(path, 0o600)
+        request = DatasetRequest(CatalogConfig(server.catalog_uri), "in")
+        reader = DatasetStreamReader(request, SCHEMA, StreamOptions(ALL))
+        start = reader.initialOffset()
+        assert rows(reader, start, reader.latestOffset(start, ALL)) == [0, 1, 2]
+        reader.stop()
 
 
 def test_a_store_that_evicts_keeps_what_an_uncommitted_batch_reads(memory: Path) -> None:

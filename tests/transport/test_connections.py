@@ -557,6 +557,10 @@ def test_waiting_ends_with_a_message_or_when_another_thread_wakes(ends: Ends) ->
     server.wait(PATIENCE)  # The message is still unread.
     assert plain(receive(server)) == (1, b"x")
     with ThreadPoolExecutor(1) as pool:
+        pausing = pool.submit(server.pause, PATIENCE)
+        server.wake()
+        pausing.result(PATIENCE / 2)
+        server.wait(PATIENCE)  # It notices that wake, too.
         for wake in (server.wake, client.close):  # Closing wakes a waiter, too.
             waiting = pool.submit(server.wait, PATIENCE)
             wake()

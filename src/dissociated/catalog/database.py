@@ -64,10 +64,18 @@ class Database:
         self._tables.close()
 
     @contextmanager
-    def _transaction(self) -> Iterator[Versions]:
-        """Open a transaction at one moment in time. `on_change` is called afterwards, without the lock."""
+    def _reading(self) -> Iterator[Versions]:
+        """Open a transaction that reads at one moment in time. It may extend promises, but no version changes."""
         with self._tables.transaction():
-            versions = Versions(self._tables, self._clock())
+            yield Versions(self._tables, self._clock())
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Versions]:
+        """Open a transaction that begins by removing what has expired.
+
+        `on_change` is called afterwards, without the lock.
+        """
+        with self._reading() as versions:
             versions.expire(versions.now)
             yield versions
         for change in versions.changes:
@@ -209,28 +217,33 @@ class Database:
 
     def has_parts(self, node: str) -> bool:
         """Return whether a node holds a part of a version."""
-        with self._transaction():
+        with self._reading():
             sql = "SELECT 1 FROM parts JOIN version_parts ON part = parts.id WHERE node = ? LIMIT 1"
             return bool(self._tables.all(sql, node))
 
     def unreadable(self) -> tuple[int, tuple[str, ...]]:
         """Return the number of parts of current versions whose nodes are all away, and names of their datasets."""
-        with self._transaction() as versions:
+        with self._reading() as versions:
             rows = self._tables.all(
                 "SELECT versions.name AS name FROM versions JOIN version_parts ON version = versions.id"
                 " JOIN parts ON part = parts.id JOIN nodes ON node = nodes.id WHERE replaced IS NULL"
-                " GROUP BY version, version_parts.number HAVING max(lives_until) <= ? ORDER BY versions.name",
+                " AND ifnull(expires > ?, 1) GROUP BY version, version_parts.number HAVING max(lives_until) <= ?"
+                " ORDER BY versions.name",
+                versions.now,
                 versions.now,
             )
             return len(rows), tuple(dict.fromkeys(row["name"] for row in rows))[:_MAX_NAMES]
 
     def nodes(self) -> list[NodeRecord]:
         """Return every node that ever registered."""
-        with self._transaction() as versions:
+        with self._reading() as versions:
             return [versions.node(row) for row in self._tables.all("SELECT * FROM nodes ORDER BY id")]
 
     def unreferenced_parts(self, node: str, announced: Sequence[Version] = ()) -> list[str]:
-        """Return the parts of a node that belong to no version, or were prepared for a commit that never came."""
+        """Return the parts of a node that belong to no version, or were prepared for a commit that never came.
+
+        Versions that have expired are removed first.
+        """
         with self._transaction() as versions:
             # CROSS JOIN makes SQLite start with the few unused parts, in place of all parts.
             rows = self._tables.all("SELECT id FROM unused CROSS JOIN parts ON id = part WHERE node = ?", node)
@@ -251,7 +264,7 @@ class Database:
         The result also has parts of `node` that are no longer the whole of their version, until the node acknowledges
         that.
         """
-        with self._transaction() as versions:
+        with self._reading() as versions:
             unsettled = self._tables.all("SELECT id FROM unsettled CROSS JOIN parts ON id = part WHERE node = ?", node)
             referenced = {}
             for part in {*parts, *(row["id"] for row in unsettled)}:
@@ -260,11 +273,12 @@ class Database:
                     referenced[part] = versions.is_single_part(row["latest"])
             return referenced
 
-    def acknowledge_parts(self, parts: Iterable[str]) -> None:
+    def acknowledge_parts(self, referenced: Mapping[str, bool]) -> None:
         """Record that the node of these parts has received the result of `referenced_parts`."""
         with self._transaction():
-            for part in parts:
-                self._tables.run("DELETE FROM unsettled WHERE part = ?", (part,))
+            for part, whole in referenced.items():
+                if not whole:  # A part that was whole may have become a part of a later version since.
+                    self._tables.run("DELETE FROM unsettled WHERE part = ?", (part,))
 
     def delete_parts(self, parts: Sequence[str]) -> None:
         """Delete parts that are gone from their node."""
@@ -305,7 +319,9 @@ class Database:
                 return int(committed[0]["version"])
             if versions.is_resolved(commit.key):
                 raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
-            number = commit.number or versions.next_number(commit.name, commit.append)
+            if commit.append and not before:  # The version may have been lost since the number was assigned.
+                versions.check_not_lost(commit.name)
+            number = commit.number or versions.next_number(commit.name)
             numbered = replace(commit, number=number)
             version = Version.of(numbered, schema, created or versions.now, parts, before=tuple(before))
             id = versions.publish(version, append=commit.append and not before)
@@ -323,7 +339,9 @@ class Database:
                 dataset.
         """
         with self._transaction() as versions:
-            return versions.next_number(name, append)
+            if append:
+                versions.check_not_lost(name)
+            return versions.next_number(name)
 
     def learn(self, announced: Version) -> int | None:
         """Publish a version in the store of this process, unless it is known, aborted, replaced or dropped.
@@ -350,14 +368,14 @@ class Database:
 
     def versions_of(self, parts: Iterable[str]) -> dict[str, int]:
         """Return the number of the latest version that has each of these parts, without parts that no version has."""
-        with self._transaction():
+        with self._reading():
             sql = "SELECT number FROM versions WHERE id = (SELECT max(version) FROM version_parts WHERE part = ?)"
             rows_by_part = {part: self._tables.all(sql, part) for part in parts}
             return {part: int(rows[0]["number"]) for part, rows in rows_by_part.items() if rows}
 
     def committed(self, key: str) -> int | None:
         """Return the number of the version committed with this key, even if that version is gone, or None."""
-        with self._transaction():
+        with self._reading():
             rows = self._tables.all("SELECT version FROM commits WHERE key = ?", key)
             return int(rows[0]["version"]) if rows else None
 
@@ -369,7 +387,7 @@ class Database:
 
     def resolved_commits(self, keys: Sequence[str]) -> list[str]:
         """Return the members of `keys` whose commits were made or aborted."""
-        with self._transaction() as versions:
+        with self._reading() as versions:
             return [key for key in keys if versions.is_resolved(key)]
 
     def drop(self, name: str) -> None:
@@ -381,16 +399,17 @@ class Database:
 
     def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[Version]:
         """Return the datasets whose names begin with `prefix` and that have all of `tags`, sorted by name."""
-        with self._transaction() as versions:
-            rows = self._tables.all("SELECT * FROM versions WHERE replaced IS NULL ORDER BY name")
+        with self._reading() as versions:
+            rows = versions.available("replaced IS NULL ORDER BY name")
             matching = (versions.record(row) for row in rows if row["name"].startswith(prefix))
             return [version for version in matching if (tags or {}).items() <= version.tags.items()]
 
     def names(self, limit: int) -> list[str]:
         """Return the names of at most `limit` datasets, sorted."""
-        with self._transaction():
-            sql = "SELECT name FROM versions WHERE replaced IS NULL ORDER BY name LIMIT ?"
-            return [row["name"] for row in self._tables.all(sql, limit)]
+        with self._reading() as versions:
+            return [
+                row["name"] for row in versions.available("replaced IS NULL ORDER BY name LIMIT :limit", limit=limit)
+            ]
 
     def find(self, name: str, version: int | None = None, retain: float = 0.0) -> Version:
         """Return the dataset `name`, or an earlier version that still exists.
@@ -403,11 +422,9 @@ class Database:
         Raises:
             DatasetNotFound: There is no such dataset or version.
         """
-        with self._transaction() as versions:
-            if version is None:
-                rows = self._tables.all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)
-            else:
-                rows = self._tables.all("SELECT * FROM versions WHERE name = ? AND number = ?", name, version)
+        with self._reading() as versions:
+            condition = "replaced IS NULL" if version is None else "number = :number"
+            rows = versions.available(f"name = :name AND {condition}", name=name, number=version)
             if not rows:
                 missing = f"no dataset {name!r}" if version is None else f"no version {version} of the dataset {name!r}"
                 raise DatasetNotFound(f"{missing} is published here")
@@ -416,9 +433,8 @@ class Database:
 
     def current(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Return the identity of the datasets of these names that exist, all at one moment: see `Catalog.current`."""
-        sql = "SELECT * FROM versions WHERE name = ? AND replaced IS NULL"
-        with self._transaction():
-            rows = [row for name in names for row in self._tables.all(sql, name)]
+        with self._reading() as versions:
+            rows = [row for name in names for row in versions.available("name = :name AND replaced IS NULL", name=name)]
             for row in rows:
                 self._tables.check("versions", row)
         return {
@@ -427,17 +443,17 @@ class Database:
 
     def versions(self, name: str) -> list[Version]:
         """Return all versions of `name` that can still be read, oldest first."""
-        with self._transaction() as versions:
-            rows = self._tables.all("SELECT * FROM versions WHERE name = ? ORDER BY number", name)
+        with self._reading() as versions:
+            rows = versions.available("name = :name ORDER BY number", name=name)
             return [versions.record(row) for row in rows]
 
     def find_by_ticket(self, ticket: bytes, retain: float = 0.0) -> tuple[Version, Part]:
         """Return the latest version that has a part with this ticket, and the part. Raise DatasetNotFound."""
-        with self._transaction() as versions:
-            rows = self._tables.all(
-                "SELECT versions.* FROM versions JOIN version_parts ON version = versions.id"
-                " JOIN parts ON part = parts.id WHERE ticket = ? ORDER BY versions.id DESC",
-                ticket,
+        with self._reading() as versions:
+            rows = versions.available(
+                "id IN (SELECT version FROM version_parts JOIN parts ON part = parts.id WHERE ticket = :ticket)"
+                " ORDER BY id DESC",
+                ticket=ticket,
             )
             if not rows:
                 raise DatasetNotFound(UNKNOWN_TICKET)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -36,6 +37,30 @@ from dissociated.store.numbers import Removal
 _MAX_COMPARED = 1000  # names that an unknown name is compared with
 
 
+class Locks:
+    """A lock for each key of a commit, and for each name of a dataset. A thread takes that of the key first.
+
+    So a repeated commit and an abort wait for the commit in progress, and the versions of a dataset are published in
+    the order of their numbers. Commits of other datasets do not wait.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._locks: WeakValueDictionary[tuple[str, str], threading.Lock] = WeakValueDictionary()
+
+    def of_key(self, key: str) -> threading.Lock:
+        """Return the lock of the commits with this key."""
+        return self._get(("key", key))
+
+    def of_name(self, name: str) -> threading.Lock:
+        """Return the lock of the dataset `name`."""
+        return self._get(("name", name))
+
+    def _get(self, key: tuple[str, str]) -> threading.Lock:
+        with self._lock:
+            return self._locks.setdefault(key, threading.Lock())
+
+
 class LocalCatalog(Catalog):
     """A catalog whose state is in `database`, which it owns.
 
@@ -50,7 +75,7 @@ class LocalCatalog(Catalog):
         self.retain = retain
         self._database = database
         self._database.on_change = holdings.activity.changes.add
-        self._publishing = threading.Lock()
+        self._locks = Locks()
         self._latest: dict[str, Version] = {}  # the latest version of each name, while `start` reads the store
         self._listing = Listing(holdings)
         self._answers = Answers(retain)
@@ -150,10 +175,9 @@ class LocalCatalog(Catalog):
             hint = f"these have the ids {', '.join(sorted(ids))}: name one of them" if ids else "see the status"
             raise CatalogError(f"{len(ids) or 'no'} nodes of this catalog are called {node!r}; {hint}")
         (id,) = ids
-        with self._publishing:
-            if id in {record.id for record in self._database.nodes()}:
-                self._database.forget(id)
-            self._members.forget(id)
+        if id in {record.id for record in self._database.nodes()}:
+            self._database.forget(id)
+        self._members.forget(id)
 
     def renew(self, request: bytes) -> bytes:
         endpoint = flight.FlightEndpoint.deserialize(first_field(request))
@@ -178,7 +202,7 @@ class LocalCatalog(Catalog):
     def publish_dataset(self, dataset: Dataset, ttl: float | None = None) -> None:
         part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
         commit = Commit(dataset.name, key=part.id, ttl=ttl)
-        with self._publishing:
+        with self._locks.of_name(dataset.name):
             old = self._registry.find_name(dataset.name)
             try:
                 self._registry.publish(dataset)  # first, so that every ticket in the catalog works
@@ -199,7 +223,7 @@ class LocalCatalog(Catalog):
         return False
 
     def drop(self, name: str) -> None:
-        with self._advising(name), self._publishing:
+        with self._advising(name), self._locks.of_name(name):
             if not self._database.is_durable:
                 # A restart publishes every version in the store, so delete the versions before the drop is reported.
                 self._database.find(name)
@@ -213,7 +237,7 @@ class LocalCatalog(Catalog):
         self._clean_up(self._delete_unreferenced)
 
     def abort(self, key: str) -> None:
-        with self._publishing:
+        with self._locks.of_key(key):
             self._database.abort(key)
         self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([key]))
 
@@ -225,16 +249,18 @@ class LocalCatalog(Catalog):
 
     def commit(self, commit: Commit) -> None:
         commit = self._resolved(commit)
-        with self._publishing:
+        # Other nodes may take long to prepare their parts. Meanwhile, only these two locks are held.
+        with self._locks.of_key(commit.key), self._locks.of_name(commit.name):
             if self._database.committed(commit.key) is not None:
                 own = commit.by_node().get(self.node.id)
                 self._clean_up(lambda: None if own is None else self.discard(own.segment_names))
                 return
             if self._database.resolved_commits([commit.key]):
                 raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
+            current = self._find_current(commit.name) if commit.append else None
+            # This raises if the dataset was lost, also if that happened after `_find_current`.
             number = self._database.next_version(commit.name, commit.append)
             commit = replace(commit, number=number, catalog=self._database.id)
-            current = self._find_current(commit.name) if commit.append else None
             by_node = commit.by_node()
             dataset = None if current is None else self._find_held(current)
             if [*by_node] == [self.node.id] and (current is None or dataset is not None):
@@ -283,6 +309,8 @@ class LocalCatalog(Catalog):
                 self._registry.restore(old)
                 self._backend.refuse(prepared.id)
             raise
+        if stored is not None:  # The store may have evicted the version before the database knew it.
+            self._record_deletions([prepared.id])
 
     def _commit_distributed(self, commit: Commit, by_node: Mapping[str, Commit]) -> None:
         """Have each node prepare its part, and publish all parts in one transaction of the database."""
@@ -406,7 +434,7 @@ class LocalCatalog(Catalog):
         }
         super().start()
         self._latest.clear()
-        self._delete_unreferenced()
+        self._clean_up(self._delete_unreferenced)
 
     def _restore(self, version: Version, prepared: Prepared) -> None:
         if not version.whole or version.prepared:
@@ -424,9 +452,7 @@ class LocalCatalog(Catalog):
                 self._database.find(version.name, retain=self.retain)
 
     def reconcile(self) -> None:
-        self._confirm()
-        self._delete_unreferenced()
-        self.clear_stage()
+        self._clean_up(self._confirm, self._delete_unreferenced, self.clear_stage)
 
     def close(self) -> None: ...
 

@@ -72,8 +72,8 @@ class Peer(CatalogClient):
         timeout: The number of seconds in which the other catalog must answer.
     """
 
-    #: While a link is cut, a node misses heartbeats, and a commit holds up others. Both must soon notice it, and that
-    #: the link was repaired.
+    #: While a link is cut, a node misses heartbeats, and a commit holds up others of its dataset. Both must soon notice
+    #: it, and that the link was repaired.
     _keepalive_timeout: ClassVar[float | None] = 5.0
 
     def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
@@ -295,7 +295,7 @@ class Members:
         """
         with peer_class(node.flight, self._security) as peer:
             try:
-                if not node.alive:  # The process may be stopped, and a commit must not hold up others for a minute.
+                if not node.alive:  # The process may be stopped, and a commit must not wait for a minute.
                     with Peer(node.flight, self._security, _ANSWER_TIMEOUT) as probe:
                         probe.stage()
                 yield peer

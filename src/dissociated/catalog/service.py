@@ -55,6 +55,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -172,16 +173,20 @@ class CatalogService(ProcessBound):
         last = time.monotonic()
         while not self._stopped.wait(min(_TICK_INTERVAL, self.catalog.reconcile_interval)):
             ticks += 1
-            try:
-                if time.monotonic() >= last + self.catalog.reconcile_interval:
-                    last = time.monotonic()
-                    self.catalog.reconcile()
-                if ticks % SWEEP_TICKS == 0:
-                    self.catalog.holdings.backend.sweep()
-            except DissociatedError as error:
-                _log.warning("reconcile failed: catalog=%s error=%s", self.uri, error)
-            except Exception:
-                _log.exception("reconcile failed: catalog=%s", self.uri)
+            if time.monotonic() >= last + self.catalog.reconcile_interval:
+                last = time.monotonic()
+                self._attempt("reconcile", self.catalog.reconcile)
+            if ticks % SWEEP_TICKS == 0:
+                self._attempt("sweep", self.catalog.holdings.backend.sweep)
+
+    def _attempt(self, step: str, function: Callable[[], None]) -> None:
+        """Call `function`, and log its error. The step is repeated in any case."""
+        try:
+            function()
+        except DissociatedError as error:
+            _log.warning("%s failed: catalog=%s error=%s", step, self.uri, error)
+        except Exception:
+            _log.exception("%s failed: catalog=%s", step, self.uri)
 
     def close(self) -> None:
         """Stop answering. Calls in progress get a few seconds to end, since a client may have stopped reading."""

@@ -294,7 +294,7 @@ class Tables(ProcessBound):
         with self._lock, self._errors():
             # End a transaction that Ctrl-C interrupted, which can happen between any two lines here.
             self._connection.rollback()
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.execute("BEGIN")  # The first statement that writes takes the lock for writing.
             try:
                 yield
             except BaseException:

@@ -26,7 +26,7 @@ from dissociated.control.commit import Commit
 from dissociated.control.descriptors import parse_get
 from dissociated.control.version import NodeRecord, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import CatalogError, DeadlineExceeded, DissociatedError
+from dissociated.errors import AccessDenied, CatalogError, DissociatedError
 from dissociated.monitoring.status import NodeStatus, ServerStatus
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ _TIMEOUT_PER_VERSION = 0.01  # seconds that each reported version adds to the ti
 class UpstreamCatalog(Catalog):
     """A catalog that belongs to the catalog at `upstream` and sends it a heartbeat every `heartbeat_interval` seconds.
 
-    If the upstream does not answer at the start, the node registers later.
+    If the first report fails, because the upstream does not answer or a version cannot be deleted, the next one tries
+    again.
 
     Raises:
         AccessDenied: The upstream refuses this node.
@@ -138,8 +139,10 @@ class UpstreamCatalog(Catalog):
     def join(self) -> None:
         try:
             self._report_changes()
-        except (CatalogError, DeadlineExceeded) as error:
-            _log.warning("registration failed, it is tried again: node=%s error=%s", self.node.flight, error)
+        except AccessDenied:
+            raise
+        except DissociatedError as error:
+            _log.warning("first report failed, it is tried again: node=%s error=%s", self.node.flight, error)
 
     def _restore(self, version: Version, prepared: Prepared) -> None:
         pass  # The upstream decides whether the version is published.

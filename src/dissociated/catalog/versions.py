@@ -25,6 +25,12 @@ _SOLE_COPY = (
     " FROM version_parts other WHERE other.version = mine.version AND other.number = mine.number"
     " AND other.part != mine.part))"
 )
+#: A condition for versions that have not expired at the time `:now`. Expired versions are removed by the next
+#: transaction that writes. If the current version has expired, so have those that it replaced.
+_UNEXPIRED = (
+    "(replaced IS NULL OR promised > :now) AND NOT EXISTS (SELECT 1 FROM versions latest"
+    " WHERE latest.name = versions.name AND latest.replaced IS NULL AND latest.expires <= :now)"
+)
 _COMMIT_KEY_TTL = 30 * 86_400.0  # seconds for which the key of a commit is kept
 _TTL_DIGITS = 6  # A time of this century has a resolution of 0.24 microseconds.
 
@@ -49,6 +55,16 @@ class Versions:
         self.now = now
         self.changes: list[Change] = []
         self._tables = tables
+
+    def available(self, condition: str, **values: object) -> list[sqlite3.Row]:
+        """Return the rows of the versions that meet an SQL condition and have not expired.
+
+        Args:
+            condition: The condition, with named placeholders for `values`. The order of the rows may follow.
+            values: The values of the placeholders.
+        """
+        sql = f"SELECT * FROM versions WHERE {_UNEXPIRED} AND {condition}"
+        return self._tables.run(sql, {**values, "now": self.now}).fetchall()
 
     def expire(self, now: float) -> None:
         """Remove expired datasets, and replaced versions whose tickets are no longer guaranteed."""
@@ -96,20 +112,26 @@ class Versions:
 
     # Version numbers
 
-    def next_number(self, name: str, append: bool) -> int:
-        """Return a new number for a version of `name`. See `Database.next_version`."""
+    def check_not_lost(self, name: str) -> None:
+        """Raise CatalogError if the rows to append to are lost: the new rows alone would become the dataset."""
+        lost = self._tables.all(
+            "SELECT published FROM numbers WHERE name = ?1 AND lost"
+            " AND NOT EXISTS (SELECT 1 FROM versions WHERE name = ?1 AND replaced IS NULL)",
+            name,
+        )
+        if lost:
+            raise CatalogError(
+                f"{name!r} cannot be appended to: version {lost[0]['published']} was evicted, or lost with its node, "
+                "so the new rows alone would become the dataset; put all rows again, with the mode overwrite"
+            )
+
+    def next_number(self, name: str) -> int:
+        """Return a new number for a version of `name`, and reserve it."""
         numbers = self._tables.run(
             "SELECT coalesce((SELECT last FROM numbers WHERE name = :name),"
-            " (SELECT last FROM numbers WHERE name = :any), 0) AS last,"
-            " (SELECT published FROM numbers WHERE name = :name AND lost AND NOT EXISTS"
-            " (SELECT 1 FROM versions WHERE versions.name = :name AND replaced IS NULL)) AS lost",
+            " (SELECT last FROM numbers WHERE name = :any), 0) AS last",
             {"name": name, "any": ANY_NAME},
         ).fetchone()
-        if append and numbers["lost"] is not None:
-            raise CatalogError(
-                f"{name!r} cannot be appended to: version {numbers['lost']} was evicted, or lost with its node, so "
-                "the new rows alone would become the dataset; put all rows again, with the mode overwrite"
-            )
         number = int(numbers["last"]) + 1
         self.use_number(name, number)
         return number
@@ -178,7 +200,7 @@ class Versions:
                 version.id,
             )
             return
-        number = version.number or self.next_number(version.name, append=False)
+        number = version.number or self.next_number(version.name)
         self.publish(replace(version, number=number), origin=origin)
 
     def publish(self, version: Version, append: bool = False, origin: Origin = Origin.COMMITTED) -> int:

@@ -124,11 +124,13 @@ class Reading:
                 memory with another owner already.
             BaseException: `take` failed. Every later call raises the same error.
         """
-        self.check()
+        if self._failed is not None or self._closed or self._taking:
+            self.check()
         self._taking = True
         try:
             item = take()
-            self.check_open()
+            if self._closed:
+                self.check_open()
         except BaseException as error:
             self.stop_by(error)
             raise

@@ -71,7 +71,7 @@ class Validator:
             full = any(batch.column(index).offset for index in self._nested)
         try:
             validate_shared(partial(self._layouts.validate, batch) if full else batch.validate)
-            return self._mended(batch) if alike else batch
+            return self._mended(batch) if self._nested and alike else batch
         except pa.ArrowException as error:
             raise SourceError(f"a record batch is not valid: {error}") from None
 

@@ -19,7 +19,7 @@ Deliver: TypeAlias = Callable[[Encodings], None]
 class Consumer:
     """A consumer of a fan-out, with its position in the stream and the memory that it holds.
 
-    The fan-out guards it: call the methods with the fan-out's `changed` held.
+    The fan-out guards it: call the methods with the fan-out locked.
 
     The pump's thread calls `wake` when a message arrives for a consumer that found nothing to take, and `on_cut_off` is
     called when the consumer is cut off. If the source leaves the time, the pump calls `deliver` in place of `wake`: it
@@ -127,4 +127,4 @@ def _queued_bytes(items: Collection[LiveMessage]) -> int:
 
 
 def _addresses(items: Collection[LiveMessage]) -> set[int]:
-    return {address for item in items for address in item.addresses}
+    return set().union(*[item.addresses for item in items])

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from dissociated.codec.split import LargeBatch, SplitMessage
 from dissociated.datasets.consumer import Consumer, Deliver, add_dictionary
@@ -54,6 +54,7 @@ class Fanout:
         self._dictionaries: dict[int, list[LiveMessage]] = {}  # the current dictionary of each id, and its deltas
         self._memory = LiveMemory(name, limit)
         self._consumers: list[Consumer] = []
+        self._active: Sequence[Consumer] = ()  # the consumers that receive further messages
         self._waking: list[Consumer] = []  # consumers that waited for the newest message
         # The text of the error that ended the stream. The error itself would keep alive, through its traceback, all
         # objects of the functions that it passed.
@@ -61,12 +62,13 @@ class Fanout:
         self._reference: str | None = None  # the name of that error in the log
         self.has_ended = False  # whether the stream has ended
         self._busy = False  # whether `publish` is writing to the memory
-        self._full = False  # whether `publish` waits for room
+        self.waits_for_room = False  # whether `publish` waits for consumers to take or free something
         self._last: LiveMessage | None = None  # the newest message, until any consumer has taken it
-        self._last_receivers: list[Consumer] = []
+        self._last_receivers: Sequence[Consumer] = ()
         self._room_for = 0  # number of alike messages that may follow the newest one before room is checked again
-        #: Guards the state of all consumers. It is notified when a consumer joins, takes, frees or leaves.
-        self.changed = threading.Condition()
+        self._lock = threading.RLock()  # guards the state of all consumers
+        # Notified when a consumer joins, and when one takes or frees something, or leaves, while `publish` waits.
+        self._changed = threading.Condition(self._lock)
 
     # Consumers
 
@@ -87,7 +89,7 @@ class Fanout:
             SourceError: The stream has ended, or has begun and refuses late consumers.
             TransportError: The stream cannot begin now. The next consumer may be able to begin it.
         """
-        with self.changed:
+        with self._lock:
             if self.has_ended:
                 raise _stream_error(self._reason or f"the live stream {self.name!r} has ended", self._reference)
             if self._begin is None and self._live.late == "refuse":
@@ -99,6 +101,7 @@ class Fanout:
             for message in [message for messages in self._dictionaries.values() for message in messages]:
                 consumer.enqueue(message)
             self._consumers.append(consumer)
+            self._note_active()
             self._last = None
             if self._begin is not None and len(self._consumers) >= self._live.consumers:
                 begin, self._begin = self._begin, None
@@ -106,10 +109,11 @@ class Fanout:
                     begin(self)
                 except BaseException as error:
                     self._consumers.remove(consumer)
+                    self._note_active()
                     if isinstance(error, TransportError):
                         self._begin = begin  # for the next consumer
                     raise
-            self.changed.notify_all()
+            self._changed.notify_all()
             return consumer
 
     def take(self, consumer: Consumer, count: int = 1, nbytes: int = 0, maps: bool = False) -> list[LiveMessage]:
@@ -127,12 +131,12 @@ class Fanout:
         Raises:
             SourceError: The stream has ended with an error.
         """
-        with self.changed:
+        with self._lock:
             messages = consumer.take(count, nbytes, maps)
             if messages:
                 self._last = None
-                if self._full:
-                    self.changed.notify_all()
+                if self.waits_for_room:
+                    self._changed.notify_all()
             elif consumer.reason is not None:
                 raise _stream_error(consumer.reason, consumer.reference)
             return messages
@@ -140,24 +144,26 @@ class Fanout:
     def free(self, consumer: Consumer, addresses: Collection[int]) -> None:
         """Free `addresses`, which `consumer` does not need any more. Unknown addresses are ignored."""
         if addresses:
-            with self.changed:
+            with self._lock:
                 consumer.last_progress = time.monotonic()
                 self._free(consumer, consumer.addresses.intersection(addresses))
 
     def stop(self, consumer: Consumer) -> None:
         """Give `consumer` nothing more. Memory that it was sent stays leased."""
-        with self.changed:
+        with self._lock:
             consumer.stopped = True
+            self._note_active()
             self._discard_waiting(consumer)
 
     def detach(self, consumer: Consumer) -> None:
         """Cut `consumer` off. Memory that it was sent stays until it is freed, but no longer counts for the limit."""
-        with self.changed:
+        with self._lock:
             self._discard_waiting(consumer)
             if not consumer.cut_off:
                 consumer.cut_off = True
+                self._note_active()
                 self._memory.exempt(consumer.addresses)
-                self.changed.notify_all()
+                self._changed.notify_all()
 
     def leave(self, consumer: Consumer, disconnected: bool = True) -> None:
         """Remove `consumer`, whose connection has ended, and release everything that it holds.
@@ -167,15 +173,16 @@ class Fanout:
             disconnected: Whether the client is known to be gone, so that its memory can be released. Otherwise the
                 memory that it may still map is not reused.
         """
-        with self.changed:
+        with self._lock:
             if not disconnected:
                 self.detach(consumer)
                 consumer.addresses.clear()
             if consumer in self._consumers:
                 self._consumers.remove(consumer)
+                self._note_active()
             consumer.deliver = None  # it may refer to an owner of the consumer
             self._discard_waiting(consumer)
-            self._last_receivers = []
+            self._last_receivers = ()
             self._free(consumer, set(consumer.addresses))
             if not self._consumers:
                 self._memory.trim()
@@ -183,27 +190,28 @@ class Fanout:
 
     def kept_bytes(self, consumer: Consumer) -> int | None:
         """Return the bytes that `consumer` still holds after it was cut off. None if it was not cut off."""
-        with self.changed:
+        with self._lock:
             return self._size_of(consumer) if consumer.cut_off else None
 
     def _free(self, consumer: Consumer, addresses: set[int]) -> None:
-        """Release `addresses`, which `consumer` held. Call it with `changed` held."""
+        """Release `addresses`, which `consumer` held. Call it with the lock held."""
         consumer.addresses -= addresses
         self._memory.free(addresses, consumer.cut_off)
-        self.changed.notify_all()
+        if self.waits_for_room:
+            self._changed.notify_all()
 
     def _discard_waiting(self, consumer: Consumer) -> None:
-        """Discard the messages that `consumer` has not taken yet. Call it with `changed` held."""
+        """Discard the messages that `consumer` has not taken yet. Call it with the lock held."""
         self._last = None
         self._free(consumer, consumer.discard_waiting())
 
     def _size_of(self, consumer: Consumer) -> int:
-        """Return the bytes that `consumer` holds, alone or shared with others. Call it with `changed` held."""
+        """Return the bytes that `consumer` holds, alone or shared with others. Call it with the lock held."""
         return self._memory.size_of(consumer.addresses) + consumer.queued
 
-    @property
-    def _active_consumers(self) -> list[Consumer]:
-        return [consumer for consumer in self._consumers if consumer.active]
+    def _note_active(self) -> None:
+        """Record which consumers are active. Call it with the lock held, after every change of that."""
+        self._active = [consumer for consumer in self._consumers if consumer.active]
 
     # Messages
 
@@ -218,7 +226,7 @@ class Fanout:
             length = message.parsed.body_length
             if length <= SMALL_BODY:
                 return self._publish_small(message)
-        with self.changed:
+        with self._lock:
             if not self._wait_for_consumers():
                 return False
             region = self._memory.region(length)
@@ -229,29 +237,30 @@ class Fanout:
             self._wait_for_room(length)
             self._busy = True
             at = region.reserve(length)
-        # Written without holding `changed`, which would delay consumers. Nobody else uses the reserved pages.
+        # Written without the lock, which would delay consumers. Nobody else uses the reserved pages.
         begin = 0
         if isinstance(message, LargeBatch):
             message, begin = message.encode(region.memory(at, length))
         else:
             region.write(message.body or (), at)
-        with self.changed:
+        with self._lock:
             self._busy = False
             if self.has_ended:
                 self._release_unused()
                 return False
-            offsets, sizes = buffer_extents(message.header, message.parsed)
-            extents = [(begin + offset, size) for offset, size in zip(offsets, sizes, strict=True)]
-            body = region.body(at + begin, message.parsed.body_length)
-            leased = region.lease(at, length, extents, len(self._active_consumers))
-            queued = len(message.header) + QUEUED_OVERHEAD
-            self._hand_out(message, LiveMessage(message.header, message.parsed, (body,), queued, region, leased))
+            header, parsed, _ = message
+            extents = zip(*buffer_extents(header, parsed), strict=True)
+            leased, addresses = region.lease(at, length, extents, len(self._active), begin)
+            body = region.body(at + begin, parsed.body_length)
+            queued = len(header) + QUEUED_OVERHEAD
+            item = LiveMessage(header, parsed, (body,), queued, region, leased, addresses=addresses)
+            self._hand_out(message, item)
             if not self._consumers:  # the last one left during the write, and `leave` could not trim this region
                 self._memory.trim()
             return True
 
     def _publish_small(self, message: SplitMessage) -> bool:
-        with self.changed:
+        with self._lock:
             if self._follows(message):
                 return True
             if not self._wait_for_consumers():
@@ -290,40 +299,39 @@ class Fanout:
             return
         if message.parsed.type is HeaderType.DICTIONARY_BATCH:
             add_dictionary(self._dictionaries, LiveMessage.inline(message))
-        self._last, self._last_receivers, self._room_for = item, self._active_consumers, 0
-        addresses = item.addresses
+        self._last, self._last_receivers, self._room_for = item, self._active, 0
         for consumer in self._last_receivers:
             while self._live.policy == "latest" and item.droppable and consumer.droppable:
                 self._drop_oldest(consumer)
-            consumer.addresses |= addresses
+            consumer.addresses.update(item.addresses)
             if consumer.enqueue(item):
                 self._waking.append(consumer)
         if self._live.policy == "latest":
             self._last = None  # a message that is appended to another could not be dropped alone
 
     def _wait_for_consumers(self) -> bool:
-        """Wait until there is an active consumer. Call it with `changed` held.
+        """Wait until there is an active consumer. Call it with the lock held.
 
         Returns:
             False if the stream has ended, or no consumer is left and none may join.
         """
         while not self.has_ended:
-            if any(consumer.active for consumer in self._consumers):
+            if self._active:
                 return True
             if self._live.late == "refuse":
                 return False
-            self.changed.wait()
+            self._changed.wait()
         return False
 
     def _wait_for_room(self, length: int) -> None:
-        """Wait for room for `length` bytes, or for the end of the stream. Call it with `changed` held.
+        """Wait for room for `length` bytes, or for the end of the stream. Call it with the lock held.
 
         Whenever `stall_timeout` passes, the stalled consumer that holds the most memory is cut off.
         """
         if self._live.policy != "block":
             while not self._has_room(length):
                 # Each queue is an end of the same stream, so the longest begins with the oldest batch.
-                consumer = max(self._active_consumers, key=lambda candidate: candidate.droppable, default=None)
+                consumer = max(self._active, key=lambda candidate: candidate.droppable, default=None)
                 if consumer is None or not consumer.droppable:
                     break
                 self._drop_oldest(consumer)
@@ -331,9 +339,11 @@ class Fanout:
             return
         patience = self._live.stall_timeout
         since = time.monotonic()
-        self._full = True
+        self.waits_for_room = True
+        for consumer in self._active:
+            consumer.wake()  # it may have frees that it has not taken yet
         while not self.has_ended and not self._has_room(length):
-            if self.changed.wait(max(0.0, since + patience - time.monotonic())):
+            if self._changed.wait(max(0.0, since + patience - time.monotonic())):
                 continue
             stalled = [
                 consumer
@@ -343,7 +353,7 @@ class Fanout:
             if stalled:
                 self._cut_off(max(stalled, key=self._size_of))
             since = time.monotonic()
-        self._full = False
+        self.waits_for_room = False
 
     def _drop_oldest(self, consumer: Consumer) -> None:
         self._last = None
@@ -356,7 +366,8 @@ class Fanout:
         """
         queued = 0
         for consumer in self._consumers:
-            queued = max(queued, consumer.queued)
+            if consumer.queued > queued:
+                queued = consumer.queued
         return self._memory.has_room(length, other_bytes=queued)
 
     def _cut_off(self, consumer: Consumer) -> None:
@@ -375,23 +386,23 @@ class Fanout:
 
         Consumers can still take their waiting messages.
         """
-        with self.changed:
+        with self._lock:
             self._busy = False
             self._end(reason, reference)
             self._release_unused()
 
     def _end(self, reason: str | None, reference: str | None = None) -> None:
-        """End the stream. Consumers can still take their waiting messages. Call it with `changed` held."""
+        """End the stream. Consumers can still take their waiting messages. Call it with the lock held."""
         if self.has_ended:
             return
         self.has_ended, self._reason, self._reference = True, reason, reference
         self._last = None
         self._memory.retire()
         self._dictionaries.clear()
-        for consumer in self._active_consumers:
+        for consumer in self._active:
             consumer.complete, consumer.reason, consumer.reference = reason is None, reason, reference
             consumer.wake()
-        self.changed.notify_all()
+        self._changed.notify_all()
 
     def _release_unused(self) -> None:
         if self.has_ended and not self._consumers and not self._busy:
@@ -399,13 +410,13 @@ class Fanout:
 
     def drop(self) -> None:
         """End the stream. Consumers can still take their waiting messages, and then receive an error."""
-        with self.changed:
+        with self._lock:
             self._end(f"the live stream {self.name!r} was dropped by whoever published it")
             self._release_unused()
 
     def close(self) -> None:
         """End the stream because the server closes. Memory that consumers have mapped stays readable."""
-        with self.changed:
+        with self._lock:
             for consumer in self._consumers:
                 consumer.addresses.clear()  # so that no memory is released when they leave
             self._end(f"the server of the live stream {self.name!r} is closing")

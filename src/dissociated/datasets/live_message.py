@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from dissociated.base.buffers import Buffer
@@ -37,6 +37,8 @@ class LiveMessage(NamedTuple):
     extents: Sequence[tuple[int, int]] = ()
     #: The bodies of alike messages that follow this message; None if none may be appended.
     repeats: list[bytes] | None = None
+    #: The addresses that a consumer holds once it was given this message.
+    addresses: Collection[int] = frozenset()
 
     @classmethod
     def inline(cls, message: SplitMessage) -> LiveMessage:
@@ -95,8 +97,3 @@ class LiveMessage(NamedTuple):
     def each(self) -> Iterable[LiveMessage]:
         """Return each message as an object of its own."""
         return [self._replace(body=(body,), repeats=None) for body in self.bodies] if self.repeats else (self,)
-
-    @property
-    def addresses(self) -> set[int]:
-        """The addresses that a consumer holds once it was given this message."""
-        return {address for address, length in self.extents if length} if self.extents else set()

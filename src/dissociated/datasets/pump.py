@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.split import SplitMessage, Splitter, split_small
+from dissociated.codec.split import LargeBatch, SplitMessage, Splitter, split_small
 from dissociated.datasets.consumer import Consumer, Encodings
 from dissociated.datasets.fanout import Fanout
 from dissociated.datasets.source_errors import source_errors
@@ -69,7 +69,7 @@ class Pump:
                 for message in messages:
                     leisure = time.monotonic() - requested
                     goes_on = fanout.publish(message)
-                    self._wake(fanout.take_waking(), leisure)
+                    self._wake(fanout.take_waking(), leisure, isinstance(message, LargeBatch))
                     if not goes_on:
                         break
                     requested = time.monotonic()
@@ -83,16 +83,17 @@ class Pump:
             messages = None  # type: ignore[assignment]  # releases the source
             fanout.end(reason, reference)
 
-    def _wake(self, waking: Sequence[Consumer], leisure: float) -> None:
+    def _wake(self, waking: Sequence[Consumer], leisure: float, is_large: bool) -> None:
         """Have the newest message sent to consumers that wait for it. The source has taken `leisure` seconds for it.
 
         If sending takes less time than that, this thread sends: handing over to a thread for each consumer costs more.
-        Otherwise the threads of the consumers send, several messages at a time. Processor time is compared, since this
-        thread may be suspended. The fan-out's `changed` must not be held: a consumer needs it as soon as it wakes.
+        Otherwise the threads of the consumers send, several messages at a time. Large batches come too slowly for that,
+        so this thread sends them, too. Processor time is compared, since this thread may be suspended. The fan-out must
+        not be locked: a consumer needs it as soon as it wakes.
         """
         if not waking:
             return
-        if leisure < self._delivery_time:
+        if leisure < self._delivery_time and not is_large:
             self._delivery_time *= _DECAY  # so that a single slow delivery does not decide forever
             for consumer in waking:
                 consumer.wake()

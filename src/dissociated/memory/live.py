@@ -110,7 +110,7 @@ class LiveRegion:
         """
         at = self.reserve(length)
         self.write(parts, at)
-        return self.lease(at, length, extents, holders)
+        return self.lease(at, length, extents, holders)[0]
 
     def reserve(self, length: int) -> int:
         """Return the offset of pages for a body of `length` bytes, which nobody holds.
@@ -141,8 +141,8 @@ class LiveRegion:
             StoreError: There is no memory for new pages.
         """
         mapping, view = self._writable_mapping
-        size = pages(length)
-        if at + size > self._allocated:
+        if at + length > self._allocated:
+            size = pages(length)
             with store_errors("shared memory for a live stream"):
                 os.posix_fallocate(self._writable, at, size)  # writing to a page that does not exist ends the process
             self._allocated = at + size
@@ -176,9 +176,17 @@ class LiveRegion:
         keep_at_exit(mapping)
         return mapping, np.frombuffer(mapping, np.uint8)
 
-    def lease(self, at: int, length: int, extents: Iterable[tuple[int, int]], holders: int) -> list[tuple[int, int]]:
-        """Lease the body that was written at offset `at`. The other arguments and the result are those of `place`."""
-        start = self.base + at
+    def lease(
+        self, at: int, length: int, extents: Iterable[tuple[int, int]], holders: int, begin: int = 0
+    ) -> tuple[list[tuple[int, int]], Collection[int]]:
+        """Lease the body that was written `begin` bytes after the offset `at` of `reserve`.
+
+        The other arguments are those of `place`, but `length` is that of `reserve`.
+
+        Returns:
+            The result of `place`, and the addresses in it.
+        """
+        start = self.base + at + begin
         placed = [(start + offset, size) if size else (0, 0) for offset, size in extents]
         addresses = {address for address, size in placed if size}
         if addresses:
@@ -189,7 +197,7 @@ class LiveRegion:
                 self._release(body, was_held=True)
         else:
             self._keep(at, pages(length))
-        return placed
+        return placed, addresses
 
     def free(self, addresses: Iterable[int], exempt: bool = False) -> None:
         """End one lease of each of these addresses. Addresses of other regions are ignored.
@@ -298,13 +306,14 @@ class LiveMemory:
 
         If the last region is used up, add a new one.
         """
-        if not self._regions or not self._regions[-1].fits(length):
-            for region in self._regions:
-                region.retire()
-            for empty_region in [region for region in self._regions if region.empty]:
-                self._regions.remove(empty_region)
-                empty_region.close()
-            self._regions.append(LiveRegion(self._name, self._limit))
+        if self._regions and self._regions[-1].fits(length):
+            return self._regions[-1]
+        for region in self._regions:
+            region.retire()
+        for empty_region in [region for region in self._regions if region.empty]:
+            self._regions.remove(empty_region)
+            empty_region.close()
+        self._regions.append(LiveRegion(self._name, self._limit))
         last = self._regions[-1]
         return last if last.fits(length) else None
 
@@ -312,7 +321,9 @@ class LiveMemory:
         """Return whether the limit allows `length` more bytes now. `other_bytes` held elsewhere count, too."""
         if not self._regions:
             return other_bytes + length <= self._limit
-        return self._regions[-1].has_room(length, other_bytes=other_bytes + self.unfreed - self._regions[-1].unfreed)
+        for region in self._regions[:-1]:
+            other_bytes += region.unfreed
+        return self._regions[-1].has_room(length, other_bytes)
 
     @property
     def unfreed(self) -> int:

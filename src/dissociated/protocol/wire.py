@@ -185,12 +185,8 @@ class AddressList(NamedTuple):
 
 def encode_addresses(extents: Iterable[tuple[int, int]]) -> bytes:
     """Encode a body of kind 1 from (address, length) pairs, one for each buffer of the message, in order."""
-    flat = [0, 0]
-    for address, length in extents:
-        flat += (address, length) if length else (0, 0)
-    flat[0] = sum(flat[3::2])
-    flat[1] = (len(flat) - 2) // 2
-    return _uint64s(len(flat)).pack(*flat)
+    flat = [number for address, length in extents for number in ((address, length) if length else (0, 0))]
+    return _uint64s(2 + len(flat)).pack(sum(flat[1::2]), len(flat) // 2, *flat)
 
 
 def parse_addresses(body: bytes, body_length: int = 0) -> AddressList:

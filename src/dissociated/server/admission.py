@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.datasets.static_message import SharedSegment
-from dissociated.errors import ConnectionClosed, OptionError, ServerFull, SourceError
+from dissociated.errors import ConnectionClosed, OptionError, ServerFull, SourceError, TransportError
 from dissociated.monitoring.activity import Activity
 from dissociated.transport.base import Connection, check_timeout
 
@@ -54,16 +54,19 @@ class Admission:
     """The connections of a server by their state, and the limits on the number of connections in each. Thread-safe.
 
     A connection is accepted (`begin`), is served when its request has arrived (`begin_stream`), may then wait for
-    another request (`begin_idle`), and ends (`end`).
+    another request (`begin_idle`), and ends (`end`). While it is served, a stream is sent (`begin_sending` to
+    `end_sending`).
     """
 
     def __init__(self, limits: Limits, activity: Activity) -> None:
         self._limits = limits
         self._activity = activity
-        self._changed = threading.Condition()  # notified when a connection leaves `_pending`
+        self._changed = threading.Condition()  # notified when a connection leaves `_pending` or `_sending`
         #: The connections that have sent no request yet, oldest first, each with the time at which it was accepted.
         self._pending: dict[Connection, float] = {}
         self._served: set[Connection] = set()  # the connections whose request has arrived
+        self._sending: set[Connection] = set()  # the connections whose stream is being sent
+        self._closing = False  # whether streams must end
         self._idle: dict[Connection, None] = {}  # the connections that wait for another request, oldest first
         self._max_idle = limits.max_idle  # 0 once the server refuses requests
 
@@ -103,6 +106,7 @@ class Admission:
             if not self._max_idle:
                 return False
             self._served.discard(connection)
+            self._sending.discard(connection)
             oldest = next(iter(self._idle)) if len(self._idle) >= self._max_idle else None
             self._idle[connection] = None
             if oldest is not None:
@@ -137,8 +141,31 @@ class Admission:
             if len(self._served) > self._limits.max_connections:
                 raise ServerFull("the server accepts no more connections now: try again later")
 
+    def begin_sending(self, connection: Connection) -> None:
+        """Count a connection whose stream is about to be sent."""
+        with self._changed:
+            self._sending.add(connection)
+
+    def end_sending(self, connection: Connection) -> None:
+        """Stop counting a connection whose stream was sent, or whose client was told a reason."""
+        with self._changed:
+            self._sending.discard(connection)
+            self._changed.notify_all()
+
+    def check_open(self) -> None:
+        """Raise TransportError, which the client is told, if streams must end because the server closes."""
+        if self._closing:
+            raise TransportError("the server is closing")
+
+    def end_streams(self, seconds: float) -> None:
+        """Let `check_open` raise from now on, and wait up to `seconds` for the streams that are being sent."""
+        with self._changed:
+            self._closing = True
+            self._changed.wait_for(lambda: not self._sending, seconds)
+
     def end(self, connection: Connection) -> None:
         """Stop counting `connection`, which has ended."""
+        self.end_sending(connection)
         with self._changed:
             self._served.discard(connection)
             self._idle.pop(connection, None)
@@ -147,7 +174,7 @@ class Admission:
     def _remove_pending(self, connection: Connection) -> None:
         """Remove `connection` from `_pending` if it is there, and wake a thread that waits for its place."""
         if self._pending.pop(connection, None) is not None:
-            self._changed.notify()
+            self._changed.notify_all()
 
     def watch_kept(self, segments: Iterable[SharedSegment]) -> None:
         """Watch `segments`, which a client that is gone or was cut off may still have mapped."""

@@ -27,6 +27,7 @@ from dissociated.server.sending import ClientRequest, Sending
 
 _MAX_WAIT = 3600.0  # seconds; this long only because new messages and frees wake the thread that waits
 _MIN_UNREAD_WAIT, _MAX_UNREAD_WAIT = 0.001, 0.016  # seconds between looks at whether the client has read everything
+_FREES_INTERVAL = 0.002  # seconds between two looks for frees, unless the source waits for memory
 _ROOM_TIMEOUT = 1.0  # seconds that a client has to free memory before bodies are sent inline
 
 
@@ -36,7 +37,6 @@ class _LiveMemorySending(Sending):
     def __init__(self, client: ClientRequest, name: str) -> None:
         super().__init__(client)
         self._name = name
-        self._admission = client.admission
         self._mapped = self._by_address and self._connection.shares_memory
         self._max_metadata = self._limits.max_metadata
         self._shared: set[int] = set()  # base addresses of the regions that were shared with the client
@@ -58,14 +58,15 @@ class _LiveMemorySending(Sending):
         messages: list[Message | Run] = []
         for header, neighbours in groupby(items, _run_key):
             grouped = [*neighbours]
-            bodies = [part for item in grouped for part in item.bodies] if header is not None else []
-            if header is not None and self._connection.takes_runs and len(bodies) >= self._connection.min_run:
-                self._check(header)
-                messages.append(self._sender.send_alike(header, bodies))
-                continue
+            if header is not None:
+                bodies = [part for item in grouped for part in item.bodies]
+                if self._connection.takes_runs and len(bodies) >= self._connection.min_run:
+                    self._check(header)
+                    messages.append(self._sender.send_alike(header, bodies))
+                    continue
+                grouped = [message for item in grouped for message in item.each()]
             for item in grouped:
-                for message in item.each():
-                    messages += self._encode_message(message.header, body(message))
+                messages += self._encode_message(item.header, body(item))
         return self._connection.prepare(messages)
 
     def _send_encoded(self, encoded: Any, nbytes: int) -> None:
@@ -128,6 +129,7 @@ class StreamedSending(_LiveMemorySending):
                     self._connection.send(self._encode_message(message.header, body), self._limits.stall_timeout)
                 self._stats.messages += 1
                 self._take_frees()
+                self._admission.check_open()
 
     @property
     def holds_live_memory(self) -> bool:
@@ -156,6 +158,7 @@ class StreamedSending(_LiveMemorySending):
         self._send_encoded(self._encode_together(items, _packed), sum([item.nbytes for item in items]))
         self._stats.messages += sum([item.messages for item in items])
         self._take_frees()
+        self._admission.check_open()
 
     def _region_for(self, length: int) -> LiveRegion | None:
         """Return the live region for a body of `length` bytes, or None if the body must be sent inline.
@@ -263,6 +266,8 @@ class BroadcastSending(_LiveMemorySending):
             if not items:
                 self._turn.release()
                 try:
+                    if len(self._ledger) and not self._fanout.waits_for_room:
+                        self._connection.pause(_FREES_INTERVAL)  # several frees cost little more than one
                     self._connection.wait(_MAX_WAIT)
                 finally:
                     self._turn.acquire()
@@ -460,7 +465,7 @@ class BroadcastSending(_LiveMemorySending):
 
 
 def _addresses(items: Collection[LiveMessage]) -> set[int]:
-    return {address for item in items for address in item.addresses}
+    return set().union(*[item.addresses for item in items])
 
 
 def _address_body(extents: Sequence[tuple[int, int]]) -> Body:

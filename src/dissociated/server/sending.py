@@ -58,6 +58,7 @@ class Sending(ABC):
         self._connection = client.connection
         self._sender = client.sender
         self._limits = client.limits
+        self._admission = client.admission
         self._stats = client.stats
         self._streams = client.streams
         self._by_address = not client.packed and bool(client.streams & Streams.BODIES)
@@ -142,17 +143,30 @@ class Sending(ABC):
         return receive(self._connection, timeout, self._ledger.max_freed)
 
     def _take_frees(self) -> None:
-        while self._connection.arrived():
-            incoming = self._receive(self._limits.stall_timeout)
-            if incoming is None:
-                self._client_ended()
-                return
-            self._receive_free(incoming)
+        """Receive all `free_data` messages that have arrived."""
+        if not self._connection.arrived():
+            return
+        freed: list[int] = []
+        try:
+            while True:
+                incoming = self._receive(self._limits.stall_timeout)
+                if incoming is None:
+                    self._client_ended()
+                    return
+                freed += self._freed_by(incoming)
+                if not self._connection.arrived():
+                    return
+        finally:
+            self._on_freed(freed)
 
     def _receive_free(self, incoming: Incoming | Run) -> None:
+        self._on_freed(self._freed_by(incoming))
+
+    def _freed_by(self, incoming: Incoming | Run) -> list[int]:
+        """Return the addresses that the client no longer holds, according to this message."""
         event = self._sender.receive(incoming)
         assert isinstance(event, AddressesFreed)  # the protocol's state table allows no other event now
-        self._on_freed(self._ledger.release(event.addresses))
+        return self._ledger.release(event.addresses)
 
     def _client_ended(self) -> None:
         """Handle the end of the client's side of the connection.
@@ -189,7 +203,6 @@ class StaticSending(Sending):
     def __init__(self, client: ClientRequest, dataset: StaticDataset) -> None:
         super().__init__(client)
         self._dataset = dataset
-        self._admission = client.admission
         self._shared: list[SharedSegment] = []  # the segments that the client can map
 
     @property
@@ -254,6 +267,7 @@ class StaticSending(Sending):
             self._sender.record_sent(group.first, group.message_count)
             self._stats.messages += group.message_count
             self._take_frees()
+            self._admission.check_open()
 
 
 class DeviceSending(Sending):

@@ -164,6 +164,7 @@ class Session:
         self._stats.outlives_server = lambda: (
             self._connection.shares_memory and not self._connection.backlog and not sending.holds_live_memory
         )
+        self._admission.begin_sending(self._connection)
         try:
             sending.send()
             published.check_unchanged()
@@ -178,6 +179,7 @@ class Session:
             # Memory of a live stream is reused only once it was freed, so the client may take the time that it needs.
             self._connection.close(close_reason(error), linger=self._limits.stall_timeout)
             self._sender.fail()
+        self._end_sending()
         sending.drain(self._limits.lease_timeout)
 
     def _wait_received(self) -> None:
@@ -205,9 +207,15 @@ class Session:
         _log.info("client cut off, holds memory: peer=%s reason=%r", self._connection.peer, reason_text(reason))
         sending.cut_off()
         self._connection.close(reason, linger=math.inf)
+        self._end_sending()
         with suppress(DissociatedError):  # after an error of the protocol, `_release` still waits for the disconnection
             self._sender.fail()
             sending.drain(_NO_TIMEOUT)
+
+    def _end_sending(self) -> None:
+        """Record that the stream or a reason was sent, unless an interrupt of the connection could still discard it."""
+        if not self._connection.discards_unread:
+            self._admission.end_sending(self._connection)
 
     def _release(self) -> None:
         """Release everything that is held for this client. Live memory that it may still map is not reused."""

@@ -298,8 +298,12 @@ class Connection(ProcessBound, ABC):
             pass
         self._woken.clear()
 
+    def pause(self, timeout: float) -> None:
+        """Wait until `wake` is called, or `timeout` seconds have passed. The next `wait` notices such a `wake`, too."""
+        self._woken.wait(timeout)
+
     def wake(self) -> None:
-        """Make `wait` return, also from another thread. Never raises."""
+        """Make `wait` and `pause` return, also from another thread. Never raises."""
         self._woken.set()
 
     def close(self, reason: str | None = None, linger: float = 0) -> bool:

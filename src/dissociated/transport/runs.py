@@ -62,6 +62,9 @@ class Alike(NamedTuple):
 
 def find_runs(messages: Sequence[Message | Run]) -> Iterator[Message | Run | Alike]:
     """Yield the messages in order, with consecutive messages that may travel as a run grouped together."""
+    if len(messages) < 2 * MIN_RUN:
+        yield from messages
+        return
     for is_run, some in groupby(messages, lambda message: isinstance(message, Run)):
         if is_run:
             yield from some

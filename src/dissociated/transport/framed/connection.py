@@ -115,7 +115,7 @@ class SocketConnection(Connection):
 
     @property
     def backlog(self) -> int:
-        return sum(map(len, self._unsent_parts))
+        return sum(map(len, self._unsent_parts)) if self._unsent_parts else 0
 
     def limit_untagged(self, length: int) -> None:
         self._reader.limit_untagged(length)
@@ -139,8 +139,8 @@ class SocketConnection(Connection):
         parts = self._next_parts(messages)
         try:
             at, offset = self._write_some(parts, 0, 0)
-            # Copied, because this connection `copies`.
-            self._unsent_parts = [*map(bytes, _after_all(parts, at, offset))]
+            if at < len(parts):
+                self._unsent_parts = [*map(bytes, _after_all(parts, at, offset))]  # copied: this connection `copies`
         except OSError as error:
             raise socket_error(error, f"sending to {self.peer}") from None
 

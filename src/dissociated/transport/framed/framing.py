@@ -12,7 +12,7 @@ Integers are little-endian. Because of the padding, a body is aligned even if it
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -56,6 +56,8 @@ class FrameKind(IntEnum):
     RUN = 5
 
 
+# The first words of frames without payload.
+_UNTAGGED, _TAGGED, _RUN = FrameKind.UNTAGGED << 56, FrameKind.TAGGED << 56, FrameKind.RUN << 56
 _IN_PLACE_KINDS = (FrameKind.TAGGED, FrameKind.RUN)  # payloads are returned in the memory that they were read into
 
 
@@ -72,25 +74,21 @@ def encode_frame(kind: FrameKind, tag: int, payload: bytes) -> bytes:
     return _head.pack(kind << 56 | len(payload), tag) + payload + _PADDING[len(payload) % 8]
 
 
-def encode_frames(messages: Sequence[Message]) -> list[Buffer]:
+def encode_frames(messages: Iterable[Message | EncodedRun]) -> list[Buffer]:
     """Return the frames of these messages, in parts to be sent one after the other. Large parts are borrowed."""
-    return _encode(*map(_plain, messages))
-
-
-def _plain(message: Message) -> tuple[FrameKind, int, Sequence[Buffer]]:
-    tag, parts = message
-    return FrameKind.UNTAGGED if tag is None else FrameKind.TAGGED, tag or 0, parts
-
-
-def _encode(*frames: tuple[FrameKind, int, Sequence[Buffer]]) -> list[Buffer]:
     encoded: list[Buffer] = []
     small = bytearray()
-    for kind, tag, parts in frames:
-        length = sum(map(len, parts))
+    for message in messages:
+        length = sum(map(len, message.parts))
         if length > _LENGTH_MASK:
             raise LocalProtocolError(f"a message of {length} bytes is too long for a frame")
-        small += _head.pack(kind << 56 | length, tag)
-        for part in parts:
+        if isinstance(message, EncodedRun):
+            small += _head.pack(_RUN | length, 0)
+        elif message.tag is None:
+            small += _head.pack(_UNTAGGED | length, 0)
+        else:
+            small += _head.pack(_TAGGED | length, message.tag)
+        for part in message.parts:
             if len(part) <= MAX_JOINED:
                 small += part
             else:
@@ -106,12 +104,7 @@ def _encode(*frames: tuple[FrameKind, int, Sequence[Buffer]]) -> list[Buffer]:
 
 def encode_frames_with_runs(messages: Sequence[Message | Run]) -> list[Buffer]:
     """Return frames like `encode_frames`, with one frame for each run of small messages that `encode_runs` finds."""
-    return _encode(
-        *(
-            (FrameKind.RUN, 0, item.parts) if isinstance(item, EncodedRun) else _plain(item)
-            for item in encode_runs(messages)
-        )
-    )
+    return encode_frames(encode_runs(messages))
 
 
 class FrameReader:
