@@ -219,10 +219,10 @@ def test_flight_is_the_last_way_to_data_whose_port_answers_nothing(
                 another.read_endpoint(info, info.endpoints[0], transport="tcp")
             with pytest.MonkeyPatch.context() as later:
                 later.setattr(connection, "UNRESPONSIVE_TIME", 0)
-                with pytest.raises(DeadlineExceeded, match=r"tcp server .* no answer in time"):
-                    another.read_endpoint(info, info.endpoints[0])
+                # The first route has half of the timeout.
+                assert another.read_endpoint(info, info.endpoints[0]).read_all() == table
             server.close()
-            with pytest.raises(DeadlineExceeded, match=r"tcp server .* no answer in time"):  # tried after Flight
+            with pytest.raises(TransportError, match=r"tcp server .* no answer in time"):  # tried after Flight
                 another.read_endpoint(info, info.endpoints[0])
             port = silent.getsockname()[1]
             silent.close()

@@ -376,7 +376,7 @@ def test_a_version_that_is_evicted_during_its_commit_is_not_listed(
         with monkeypatch.context() as patch:
             patch.setattr(Database, "publish", publish_late)
             client.put("d", LARGE)
-        assert node.store.versions() == client.list() == []
+        assert [*node.store.versions(), *client.list()] == []
         with pytest.raises(CatalogError, match="'d' cannot be appended to: version 1 was evicted"):
             client.put("d", LARGE, mode="append")
 

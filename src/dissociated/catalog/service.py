@@ -184,9 +184,9 @@ class CatalogService(ProcessBound):
         try:
             function()
         except DissociatedError as error:
-            _log.warning("%s failed: catalog=%s error=%s", step, self.uri, error)
+            _log.warning("periodic step failed: step=%s catalog=%s error=%s", step, self.uri, error)
         except Exception:
-            _log.exception("%s failed: catalog=%s", step, self.uri)
+            _log.exception("periodic step failed: step=%s catalog=%s", step, self.uri)
 
     def close(self) -> None:
         """Stop answering. Calls in progress get a few seconds to end, since a client may have stopped reading."""

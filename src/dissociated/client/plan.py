@@ -36,8 +36,8 @@ from dissociated.uri import DEVICE, Uri
 if TYPE_CHECKING:
     from dissociated.codec.filter.row_filter import RowFilter
 
-#: Seconds to wait for a connection before the next route is tried. The last route has the timeout of the request,
-#: unless it is last only because its server is unresponsive.
+#: The most seconds to wait for a connection before the next route is tried. Half of the timeout of the request
+#: counts if that is less. The last route has all of it, unless it is last only because its server is unresponsive.
 CONNECT_TIMEOUT = 3.0
 
 
@@ -361,10 +361,9 @@ def _plan_part(
 
 def _with_deadlines(steps: Sequence[Step], request: ReadRequest) -> tuple[Step, ...]:
     """Return the steps, which are tried in this order, with their `connect_timeout`. See CONNECT_TIMEOUT."""
-    if request.timeout <= CONNECT_TIMEOUT:
-        return tuple(steps)
+    connect_timeout = min(CONNECT_TIMEOUT, request.timeout / 2)
     return tuple(
-        replace(step, connect_timeout=CONNECT_TIMEOUT)
+        replace(step, connect_timeout=connect_timeout)
         if step is not steps[-1] or step.route.is_unresponsive > steps[0].route.is_unresponsive
         else step
         for step in steps
