@@ -124,11 +124,17 @@ _SECOND_SESSION = (
 )
 
 
+#: Tests that read the sources: one worker parses them for all.
+_OF_SOURCES = tuple(f"tests/test_{name}.py" for name in ("messages", "names", "prose", "rooms", "tests", "wire"))
+
+
 class _Groups(LoadFileScheduling):  # type: ignore[misc]
-    """A scheduler that keeps each file, and all files that share a Spark session, on one worker."""
+    """A scheduler that keeps each file, and all files that share a Spark session or the sources, on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
+        if file in _OF_SOURCES:
+            return "sources"
         if "/spark/" not in file or file.endswith(_WITHOUT_SESSION):
             return file
         return "second spark" if file.endswith(_SECOND_SESSION) else "spark"

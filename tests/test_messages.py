@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from dissociated import cli, errors
+from support.sources import nodes
 
 SOURCE = Path(__file__).parents[1] / "src" / "dissociated"
 #: A message that begins with one of these hides its subject.
@@ -66,19 +67,19 @@ def templates(node: ast.expr) -> Iterator[tuple[str, tuple[str, ...], tuple[str,
         yield text, tuple(quoted), tuple(bare)
 
 
-@cache
 def modules() -> list[tuple[str, list[ast.AST]]]:
     """Return the name of each module, and the nodes of its syntax tree."""
-    return [
-        (str(path.relative_to(SOURCE)), [*ast.walk(ast.parse(path.read_text()))])
-        for path in sorted(SOURCE.rglob("*.py"))
-    ]
+    return [(str(path.relative_to(SOURCE)), nodes(path)) for path in sorted(SOURCE.rglob("*.py"))]
 
 
 def called(node: ast.Call) -> str:
     """Return the last name of the called expression, or of `X` in `X.for_peer(...)`."""
-    name = ast.unparse(node.func).removesuffix(".for_peer")
-    return name.rpartition(".")[2]
+    match node.func:
+        case ast.Attribute(ast.Name(name) | ast.Attribute(attr=name), "for_peer"):
+            return name
+        case ast.Name(name) | ast.Attribute(attr=name):
+            return name
+    return ""
 
 
 ERRORS = {
@@ -90,8 +91,8 @@ ERRORS = {
 
 
 def _raised() -> Iterator[Message]:
-    for name, nodes in modules():
-        for node in nodes:
+    for name, within in modules():
+        for node in within:
             if isinstance(node, ast.Call) and called(node) in ERRORS:
                 for argument in node.args:
                     for text, quoted, bare in templates(argument):
@@ -101,11 +102,11 @@ def _raised() -> Iterator[Message]:
 
 def log_calls() -> Iterator[tuple[str, ast.expr]]:
     """Yield the place of each log call, and the argument that is its message."""
-    for name, nodes in modules():
-        for node in nodes:
+    for name, within in modules():
+        for node in within:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                method, owner = node.func.attr, ast.unparse(node.func.value)
-                if method in LEVELS | WITH_LEVEL and re.fullmatch(r"(.*[._])?log", owner):
+                method, owner = node.func.attr, node.func.value
+                if method in LEVELS | WITH_LEVEL and re.fullmatch(r"(.*[._])?log", ast.unparse(owner)):
                     yield f"{name}:{node.lineno}", node.args[1 if method in WITH_LEVEL else 0]
 
 
@@ -170,8 +171,8 @@ def test_an_exception_that_users_can_catch_has_a_code() -> None:
     bases = {"BaseException", "Exception", *numbered}
     found = {
         node.name
-        for _, nodes in modules()
-        for node in nodes
+        for _, within in modules()
+        for node in within
         if isinstance(node, ast.ClassDef) and not bases.isdisjoint(map(ast.unparse, node.bases))
     }
     assert {name for name in found if not name.startswith("_")} - numbered == set()
@@ -202,8 +203,8 @@ def test_the_message_of_a_log_call_is_written_in_the_call() -> None:
 def test_each_phrase_that_the_command_line_replaces_is_in_a_message() -> None:
     texts = {
         node.value
-        for name, nodes in modules()
-        for node in nodes
+        for name, within in modules()
+        for node in within
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and name != "cli/__init__.py"
     }
     assert len(cli.PHRASES) > 5

@@ -6,8 +6,9 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+
+from support.sources import nodes, tree
 
 SOURCE = Path(__file__).parents[1] / "src" / "dissociated"
 #: Words that say nothing alone, with or without underscores at their ends.
@@ -30,9 +31,9 @@ KEYS = {
 SHARED = {"Listener"}
 
 
-def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def names(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line and name of each function, class, parameter, attribute and variable that is defined."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield node.lineno, name
@@ -42,25 +43,24 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 pass
 
 
-@cache
-def modules() -> dict[str, ast.Module]:
-    """Return the syntax tree of each module by its path."""
-    return {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+def modules() -> dict[str, Path]:
+    """Return the file of each module by its path below the library."""
+    return {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def test_names_have_a_noun() -> None:
     assert len(modules()) > 100
     assert [
         f"{place}:{line}: {name}"
-        for place, tree in modules().items()
-        for line, name in names(tree)
+        for place, path in modules().items()
+        for line, name in names(path)
         if ALONE.fullmatch(name) and (place, name) not in KEYS
     ] == []
 
 
-def types_of(tree: ast.Module) -> Iterator[str]:
+def types_of(module: ast.Module) -> Iterator[str]:
     """Yield the name of each public class and type alias of a module."""
-    for node in tree.body:
+    for node in module.body:
         match node:
             case ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name("TypeAlias")):
                 if not name.startswith("_"):
@@ -71,8 +71,8 @@ def types_of(tree: ast.Module) -> Iterator[str]:
 
 def test_a_name_of_a_type_means_one_thing() -> None:
     places = defaultdict(list)
-    for place, tree in modules().items():
-        for name in types_of(tree):
+    for place, path in modules().items():
+        for name in types_of(tree(path)):
             places[name].append(place)
     assert len(places) > 300
     assert {name: sorted(found) for name, found in places.items() if len(found) > 1 and name not in SHARED} == {}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.sources import tree
 
 ROOT = Path(__file__).parents[1]
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
@@ -45,7 +48,7 @@ def texts(path: Path) -> Iterator[str]:
             if not block.lstrip().startswith(("|", "<", "#")):
                 yield block
         return
-    yield from docstrings(ast.parse(content))
+    yield from docstrings(tree(path))
     yield from COMMENT.findall(content)
 
 
@@ -65,9 +68,9 @@ def test_sentences_name_their_subject(place: str, ending: str) -> None:
     hard = [f"{path.relative_to(ROOT)}: {' '.join(words)[:80]}" for path, words in spoken if words[0] in OPENERS]
     assert len(spoken) > 20
     assert len(hard) <= 0.015 * len(spoken), hard
-    count = sum(len(words) for _, words in spoken)
-    assert sum(words.count("what") for _, words in spoken) <= max(1, 0.002 * count)
-    assert {word for _, words in spoken for word in words if OTHER_SPELLING.fullmatch(word)} == set()
+    counts = Counter(word for _, words in spoken for word in words)
+    assert counts["what"] <= max(1, 0.002 * counts.total())
+    assert {word for word in counts if OTHER_SPELLING.fullmatch(word)} == set()
     entries = [
         (path, entry) for path, text in written for lines in SECTION.findall(text) for entry in ENTRY.findall(lines)
     ]

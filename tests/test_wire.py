@@ -23,6 +23,7 @@ from dissociated.transport.runs import MAX_RUN
 from ipc.vectors import BATCH, EMPTY, END, SCHEMA
 from protocol.wire import address_list
 from support.helpers import PATIENCE, Serve
+from support.sources import nodes
 
 TABLE = pa.table({"n": [1, 2, 3]}, pa.schema([pa.field("n", pa.int32(), nullable=False)]))
 
@@ -134,7 +135,7 @@ def test_every_rule_that_the_library_names_is_on_the_page() -> None:
     )
     named = set()
     for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.keyword) and node.arg == "rule":
                 named |= {str(one.value) for one in ast.walk(node.value) if isinstance(one, ast.Constant)}
             if isinstance(node, ast.Assign) and any(

@@ -149,9 +149,13 @@ def test_a_withdrawn_token_is_refused_at_the_next_call() -> None:
         dis.connect(server.catalog_uri, token="sesame") as client,
     ):
         assert client.list() == []
+        server.publish("data", pa.table({"n": [1]}))
+        assert [client.read("data").read_all().num_rows for _ in range(3)] == [1, 1, 1]
         good.clear()
         with pytest.raises(AccessDenied, match="may have been withdrawn"):
             client.list()
+        with pytest.raises(AccessDenied, match="may have been withdrawn"):
+            client.read("data")
 
 
 def test_what_a_catalog_says_of_trust_is_not_believed(server: dis.Server, certified: Certificates) -> None:

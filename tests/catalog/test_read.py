@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import socket
 import struct
@@ -80,11 +81,12 @@ def test_a_small_dataset_comes_with_its_description(small: dis.Client) -> None:
     assert filtered["text"].to_pylist() == ["b", "a", "b"]
     with pytest.raises(ColumnNotFound):
         small.read("small", columns=["m"])
-    assert (_accepted(small), small.status().totals.flight) == (0, 6)
+    # The first read learned of the catalog's counter, and the read of columns used it. The later ones asked nobody.
+    assert (_accepted(small), small.status().totals.flight) == (0, 3)
     small.put("small", SMALL[:1])
     assert small.read("small").read_all() == SMALL[:1]
     assert small.read("small", transport="tcp").read_all() == SMALL[:1]
-    assert (_accepted(small), small.status().totals.flight) == (1, 7)
+    assert (_accepted(small), small.status().totals.flight) == (1, 4)
 
 
 def test_every_change_is_seen_by_the_next_read(small: dis.Client) -> None:
@@ -132,8 +134,10 @@ class _Relay(flight.FlightServerBase):  # type: ignore[misc]
         (end,) = info.endpoints
         rows = end.app_metadata.replace(self.old, self.new)
         ends = [flight.FlightEndpoint(end.ticket, end.locations, end.expiration_time, rows)]
+        metadata = json.loads(info.app_metadata)
+        del metadata["counter"]  # which does not count the changes of this catalog
         return flight.FlightInfo(
-            info.schema, info.descriptor, ends, info.total_records, info.total_bytes, info.ordered, info.app_metadata
+            info.schema, info.descriptor, ends, info.total_records, info.total_bytes, info.ordered, json.dumps(metadata)
         )
 
 

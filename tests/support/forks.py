@@ -1,13 +1,14 @@
 """Python processes that are forked from a process with the library already loaded, at a tenth of the usual CPU time.
 
 A fork differs from a fresh process only in how it starts. It has its own arguments, environment, directory and streams;
-it can be killed and stopped; and its interpreter exits normally. The parent has loaded the modules that a fork might
-need and has used none of them, so that there are no threads, sockets or contexts to share. Tests of how the library
-loads start fresh processes instead.
+it can be killed and stopped; and it ends like any interpreter, except that a fork without further threads keeps its
+modules: see `_end`. The parent has loaded the modules that a fork might need and has used none of them, so that there
+are no threads, sockets or contexts to share. Tests of how the library loads start fresh processes instead.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import json
@@ -176,6 +177,31 @@ def _become(
     return lambda: runpy.run_path(option, run_name="__main__")
 
 
+def _end(run: Callable[[], object]) -> None:
+    """Run a program to its end, and exit without destroying the modules, which takes 50 of 60 ms.
+
+    As at the end of any interpreter, exit handlers run, those of C libraries as well, and the program's objects are
+    destroyed. A program that raises, that has threads, or whose output cannot be flushed ends in the usual way.
+    """
+    status = 0
+    try:
+        run()
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        status = end.code or 0
+    if threading.active_count() == 1:
+        atexit._run_exitfuncs()
+        if (main := vars(sys.modules["__main__"])) is not globals():
+            main.clear()
+        gc.collect()
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            ctypes.PyDLL(None).exit(status & 0xFF)
+    sys.exit(status)
+
+
 def _load() -> None:
     for name in _LOADED:
         import_module(name)
@@ -196,4 +222,4 @@ if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as control:
         run = _serve(control)
     if run is not None:
-        run()
+        _end(run)

@@ -16,6 +16,7 @@ from typing import Any
 from dissociated.catalog.tables import Tables
 from dissociated.catalog.versions import Versions
 from dissociated.control.access import UNKNOWN_TICKET
+from dissociated.control.change_counter import ChangeCounter
 from dissociated.control.commit import Commit
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.errors import CatalogError, DatasetNotFound
@@ -58,6 +59,11 @@ class Database:
     def changes(self) -> int:
         """A number that grows with every change. A result is valid for as long as the number is the same."""
         return self._tables.changes
+
+    @property
+    def counter(self) -> ChangeCounter:
+        """The same number in shared memory, without the changes of a transaction that is not committed."""
+        return self._tables.counter
 
     def close(self) -> None:
         """Close the file."""

@@ -17,6 +17,7 @@ from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.holdings import Holdings
 from dissociated.codec.schemas import deserialize
 from dissociated.control.access import Grant
+from dissociated.control.change_counter import CounterPlace
 from dissociated.control.locations import MAX_EMBEDDED, has_embedded, with_embedded
 from dissociated.control.version import NodeRecord, Part, Version
 
@@ -35,10 +36,17 @@ _deserialize = lru_cache(256)(deserialize)
 
 
 class Listing:
-    """Describes versions in terms of Flight, as the node that has `holdings`."""
+    """Describes versions in terms of Flight, as the node that has `holdings`.
 
-    def __init__(self, holdings: Holdings) -> None:
+    Args:
+        holdings: The datasets of the node.
+        counter: The place of the catalog's counter of changes, for callers on this host that get all rows with their
+            answer; None if they have to ask for each read.
+    """
+
+    def __init__(self, holdings: Holdings, counter: CounterPlace | None = None) -> None:
         self._holdings = holdings
+        self._counter = counter
         self._registry = holdings.registry
 
     def info(self, version: Version, caller: Mapping[str, Any], expires: float | None = None) -> flight.FlightInfo:
@@ -52,6 +60,10 @@ class Listing:
                 guaranteed.
         """
         embed = min(caller.get("embed") or 0, MAX_EMBEDDED) if len(version.parts) == 1 else 0
+        endpoints = [
+            self.endpoint(part, caller, earliest_expiry(expires, version.expires), embed=embed)
+            for part in version.parts
+        ]
         app_metadata = {
             "host": host_name(),
             "boot_id": boot_id(),
@@ -61,13 +73,14 @@ class Listing:
             "began": version.lineage_id,
             "tags": dict(version.tags),
         }
+        if any(has_embedded(endpoint.app_metadata) for endpoint in endpoints):
+            sole = self._registry.lookup_part(version.parts[0].id)
+            if sole is not None and not sole.is_modifiable and caller.get("boot_id") == boot_id():
+                app_metadata["counter"] = self._counter
         return flight.FlightInfo(
             _deserialize(version.schema),
             flight.FlightDescriptor.for_path(version.name),
-            [
-                self.endpoint(part, caller, earliest_expiry(expires, version.expires), embed=embed)
-                for part in version.parts
-            ],
+            endpoints,
             -1 if version.rows is None else version.rows,
             -1 if version.nbytes is None else version.nbytes,
             ordered=True,

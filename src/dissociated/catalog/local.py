@@ -77,7 +77,9 @@ class LocalCatalog(Catalog):
         self._database.on_change = holdings.activity.changes.add
         self._locks = Locks()
         self._latest: dict[str, Version] = {}  # the latest version of each name, while `start` reads the store
-        self._listing = Listing(holdings)
+        # A token can be withdrawn, and a signed ticket expires, so these callers ask for each read.
+        is_open = security.authorize is None and not self._registry.tickets.fingerprint()
+        self._listing = Listing(holdings, database.counter.place if is_open else None)
         self._answers = Answers(retain)
         self._members = Members(database, node, security)
         if self._backend.has_stage:
@@ -454,7 +456,8 @@ class LocalCatalog(Catalog):
     def reconcile(self) -> None:
         self._clean_up(self._confirm, self._delete_unreferenced, self.clear_stage)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._database.counter.withdraw()
 
     def release(self) -> None:
         super().release()

@@ -30,6 +30,7 @@ from typing import Any
 from dissociated.base.fork import ProcessBound, leak
 from dissociated.base.once import once
 from dissociated.base.private import claim_private_file, open_private_directory
+from dissociated.control.change_counter import ChangeCounter
 from dissociated.errors import CatalogDamaged, CatalogError, NotPrivate
 
 _log = logging.getLogger(__name__)
@@ -156,6 +157,8 @@ class Tables(ProcessBound):
                 "the catalog's database is damaged and was set aside: path=%s aside=%s error=%s", *(path, aside), error
             )
             self._open()
+        #: The counter by which readers on this host know that nothing has changed.
+        self.counter = ChangeCounter()
         self.bind_to_process()
 
     def _open(self) -> None:
@@ -285,6 +288,7 @@ class Tables(ProcessBound):
         if self.is_inherited:
             return
         with self._lock:
+            self.counter.close()
             self._connection.close()
 
     @contextmanager
@@ -300,7 +304,11 @@ class Tables(ProcessBound):
             except BaseException:
                 self._connection.rollback()  # If the disk is full, SQLite has rolled back already.
                 raise
+            number = self._connection.total_changes
+            if number != self.counter.number:
+                self.counter.number = 0  # It stays so if Ctrl-C or an error comes before the last line.
             self._connection.execute("COMMIT")
+            self.counter.number = number
 
 
 def _close_to_others(path: Path) -> None:

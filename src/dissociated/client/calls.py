@@ -371,6 +371,7 @@ class CatalogClient:
         self.sql_database.close()
         if self.defaults.idle is not None:
             self.defaults.idle.close()
+        self._lookup.close()
         self._calls.close()
 
     def __enter__(self) -> Self:

@@ -113,7 +113,7 @@ class CatalogConnection(ProcessBound):
             CatalogError, AccessDenied, DeadlineExceeded: The call failed.
         """
         with self.errors():
-            return call(self._connected())
+            return call(self.connected())
 
     def with_uri(self, uri: str) -> CatalogConnection:
         """Return a connection to another server, which this one names.
@@ -182,7 +182,13 @@ class CatalogConnection(ProcessBound):
         leak(self._connection)
         self._connection = None
 
-    def _connected(self) -> Any:
+    def connected(self) -> Any:
+        """Return the Flight client.
+
+        Raises:
+            CatalogError: This connection is closed.
+            ForkedError: A parent of this process used gRPC.
+        """
         if self._connection is None:
             if self._closed:
                 raise CatalogError(f"this client of the catalog at {self.uri} is closed")

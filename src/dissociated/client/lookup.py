@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -19,14 +20,17 @@ import pyarrow.flight as flight
 from dissociated.base.host import boot_id, host_name
 from dissociated.client.flight_connection import CatalogConnection
 from dissociated.codec.reader import check_field_names
+from dissociated.control.change_counter import CounterPlace, CounterView
 from dissociated.control.dataset_info import DatasetInfo, DatasetList
 from dissociated.control.descriptors import descriptor_name
-from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound
+from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound, RemoteProtocolError
 
 _ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")  # a byte that is not UTF-8, as `descriptor_name` escapes it
 _OUR_ACTION = "committed"
 _MAX_ANSWERS = 16  # answers that are kept
 _MAX_ANSWER = 1 << 17  # bytes of an answer that is kept
+_MAX_COUNTED = 16  # datasets whose rows are kept for as long as the catalog changes nothing
+_NOT_COUNTED = (None, None, 0)
 
 
 class Lookup:
@@ -36,6 +40,10 @@ class Lookup:
         self._calls = calls
         #: The last answers to look-ups for reading, the latest first, with their descriptions.
         self._answers: deque[tuple[Any, DatasetInfo]] = deque(maxlen=_MAX_ANSWERS)
+        self._counter: CounterView | None = None
+        self._refused_place: CounterPlace | None = None
+        #: By name, the last descriptions with all rows, with the counter and the number from before the question.
+        self._counted: dict[str, tuple[DatasetInfo, CounterView, int]] = {}
 
     def list(self, prefix: str, tags: Mapping[str, str]) -> DatasetList:
         """List datasets. See `CatalogClient.list`."""
@@ -85,8 +93,56 @@ class Lookup:
             name: See `CatalogClient.describe`.
             version: See `CatalogClient.describe`.
             embed: If all rows of the dataset fit into this number of bytes, the catalog may send them with its answer.
-            reuse: Return the same object as before if the catalog answers the same as before. It must not be changed.
+            reuse: Return the same object as before if the catalog answers the same as before, or would do so. It must
+                not be changed.
         """
+        if reuse and embed and version is None:
+            return self._current(name) or self._describe_counted(name, embed)
+        return self._describe(name, version, embed, reuse)
+
+    def _current(self, name: str) -> DatasetInfo | None:
+        """Return the last description of a dataset with all its rows, if the catalog has changed nothing since then.
+
+        Raises the errors of a call that cannot be made.
+        """
+        info, counter, number = self._counted.get(name, _NOT_COUNTED)
+        if info is None or counter is None or counter.read() != number:
+            return None
+        if info.expires is not None and info.expires <= time.time():  # The catalog has the same clock.
+            return None
+        self._calls.connected()
+        return info
+
+    def _describe_counted(self, name: str, embed: int) -> DatasetInfo:
+        """Describe a dataset, and keep the description for as long as the catalog's counter shows no change."""
+        counter = self._counter
+        number = 0 if counter is None else counter.read()  # before the question
+        info = self._describe(name, None, embed, reuse=True)
+        if info.counter is None:
+            self._counted.pop(name, None)
+        elif counter is None or counter.place != info.counter:
+            self._counter = self._open_counter(info.counter)
+        elif number:
+            if len(self._counted) >= _MAX_COUNTED:
+                self._counted.clear()
+            self._counted[name] = info, counter, number
+        return info
+
+    def _open_counter(self, place: CounterPlace) -> CounterView | None:
+        """Return a view of a counter, unless it lies in another container, or belongs to another user."""
+        if place != self._refused_place:
+            try:
+                return CounterView(place)
+            except (OSError, RemoteProtocolError):
+                self._refused_place = place
+        return None
+
+    def close(self) -> None:
+        """Close the view of the catalog's counter."""
+        self._counter = None
+        self._counted.clear()
+
+    def _describe(self, name: str, version: int | None, embed: int, reuse: bool) -> DatasetInfo:
         descriptor = _descriptor(name, version, embed, host_name(), boot_id())
         try:
             info = self._get_flight_info(descriptor, name, reuse)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import pyarrow as pa
 
 from dissociated.base.display import count, html, html_table, plain_table, shorten, size
+from dissociated.control.change_counter import CounterPlace
 from dissociated.control.locations import Endpoint
 from dissociated.control.messages import FieldTypes, is_moment, parse_app_metadata
 
@@ -95,6 +96,7 @@ class DatasetInfo:
         tags: The tags given to `Client.put`.
         lineage_id: An identifier that changes when the dataset is replaced or dropped, but not when rows are appended.
             While it stays equal, rows keep their positions.
+        counter: The place of the catalog's counter of changes on this host; None if readers have to ask.
 
     Example:
         ```python
@@ -113,6 +115,7 @@ class DatasetInfo:
     expires: float | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     lineage_id: str = ""
+    counter: CounterPlace | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def parse(cls, info: Any, schema: pa.Schema, name: str) -> Self:
@@ -132,6 +135,7 @@ class DatasetInfo:
             expires=metadata.get("expires"),
             tags=metadata.get("tags") or {},
             lineage_id=metadata.get("began") or "",
+            counter=CounterPlace.parse(metadata.get("counter")),
         )
 
     def __repr__(self) -> str:

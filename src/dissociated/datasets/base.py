@@ -97,6 +97,11 @@ class Dataset(ABC):
         """Return the segments, to which others can be appended. Raise SourceError if the dataset has no segments."""
         raise SourceError(f"{self.name!r} was not written in segments, so no rows can be appended")
 
+    @property
+    def is_modifiable(self) -> bool:
+        """Whether the data lie in a user's file, which the user may modify. See `check_unchanged`."""
+        return False
+
     def check_unchanged(self) -> None:
         """Raise SourceError if the dataset lies in a user's file that was modified since it was published."""
 

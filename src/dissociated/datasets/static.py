@@ -69,11 +69,6 @@ class StaticDataset(Dataset):
     def packed_size(self) -> int:
         return sum(message.parsed.body_length for message in self.packed())
 
-    @property
-    def is_modifiable(self) -> bool:
-        """Whether a user may modify the file in which the messages lie. See `copied`."""
-        return False
-
     def copied(self, message: StaticMessage, max_length: int) -> StaticMessage:
         """Return `message` with copies of those parts of its body that lie in a file which a user may modify.
 
