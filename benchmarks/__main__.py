@@ -43,6 +43,7 @@ PARTS = {
     "training": "an epoch of shuffled batches, beside Parquet, arrays in memory and other loaders.",
     "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
 }
+_LIVE = ("memory", "rows", *live_peers.LOADS)
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
     )
     parser.add_argument("--tcp", action="store_true", help="live: with a consumer over tcp too")
     parser.add_argument("--scale", type=float, default=0.1, help="spark, handles: of TPC-H (default: %(default)s)")
-    of = {"handles": handles.PARTS, "spark": tuple(spark.PARTS)}
+    of = {"handles": handles.PARTS, "live": _LIVE, "spark": tuple(spark.PARTS)}
     told = "; ".join(f"{part}: {', '.join(names)}" for part, names in of.items())
     parser.add_argument(
         "--of", action="append", default=[], help=f"which (default: all; spark: those with goals). {told}"
@@ -82,9 +83,13 @@ def main() -> None:
 
 def _run(part: str, arguments: argparse.Namespace) -> None:
     if part == "live":
-        live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
-        live.run_rows(arguments.rounds)
-        live_peers.run(arguments.rounds)
+        names = arguments.of or _LIVE
+        if "memory" in names:
+            live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
+        if "rows" in names:
+            live.run_rows(arguments.rounds)
+        if loads := [name for name in names if name in live_peers.LOADS]:
+            live_peers.run(arguments.rounds, loads)
     elif part == "device":
         try:
             device.run(arguments.gigabytes, arguments.rounds, arguments.device)

@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from multiprocessing.connection import Connection
@@ -286,23 +286,23 @@ def measure(peer: str, load: Load) -> Figures:
 #: The loads: 1,000 small batches a second to one and to four consumers and 250 to sixteen, small batches as fast as
 #: possible, and batches of 1 MB as fast as possible.
 LOADS = {
-    "128 B, 1 consumer": Load(1, 2000, 128, 0.001),
-    "128 B, 4 consumers": Load(4, 2000, 128, 0.001),
-    "128 B, 16 consumers": Load(16, 500, 128, 0.004),
-    "128 B, 1 consumer, at once": Load(1, 10_000, 128),
-    "1 MB, 1 consumer": Load(1, 1000, 1 << 20),
-    "1 MB, 4 consumers": Load(4, 500, 1 << 20),
+    "small-1": ("128 B, 1 consumer", Load(1, 2000, 128, 0.001)),
+    "small-4": ("128 B, 4 consumers", Load(4, 2000, 128, 0.001)),
+    "small-16": ("128 B, 16 consumers", Load(16, 500, 128, 0.004)),
+    "small-at-once": ("128 B, 1 consumer, at once", Load(1, 10_000, 128)),
+    "large-1": ("1 MB, 1 consumer", Load(1, 1000, 1 << 20)),
+    "large-4": ("1 MB, 4 consumers", Load(4, 500, 1 << 20)),
 }
 
 
-def run(rounds: int) -> None:
-    """Measure every load in `rounds` rounds, in which the peers take turns, and print the medians."""
+def run(rounds: int, names: Iterable[str]) -> None:
+    """Measure the named loads in `rounds` rounds, in which the peers take turns, and print the medians."""
     missing = [name for name, package in _PACKAGES.items() if importlib.util.find_spec(package) is None]
     peers = [name for name in _PEERS if name not in missing]
     if missing:
         print(f"\n{' and '.join(missing)} left out: pip install -e '.[bench]'")
     rows = []
-    for title, load in LOADS.items():
+    for title, load in [LOADS[name] for name in names]:
         figures: dict[str, list[Figures]] = {name: [] for name in peers}
         for _ in range(rounds):
             for name in peers:

@@ -82,7 +82,8 @@ def test_the_capabilities_of_a_server_that_shares_memory(serve: Serve, stream: P
     (uri,) = server.locations("data")
     path, parameters = uri.removeprefix("shm://").split("?")
     tags = "want_data=4920555683826368515&free_data=4920555683826368768"  # ...03, and ...0100
-    assert parameters == f"{tags}&request=1&filter=1&packed=4920555683826368519"  # ...07 asks for packed bodies
+    packed = "packed=4920555683826368519"  # ...07 asks for packed bodies
+    assert parameters == f"{tags}&request=1&filter=1&{packed}&frees=messages"
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(PATIENCE)
         sock.connect(path)
@@ -193,7 +194,7 @@ def test_the_limits_of_the_page_are_those_of_the_code() -> None:
     options = dis.ServerOptions()
     assert limits == {
         "identifier": [MAX_IDENTIFIER],
-        "addresses in one free": [MAX_IDENTIFIER // 8],
+        "addresses, or messages, in one free": [MAX_IDENTIFIER // 8],
         "messages of a client that arrive while the server sends": [1 << 20, 256],
         "metadata of a message": [MAX_METADATA],
         "body": [MAX_BODY],

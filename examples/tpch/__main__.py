@@ -1,7 +1,7 @@
 """The demo: Spark answers queries of TPC-H, and publishes the answers with lineitem; three other processes use these.
 
     pip install '.[demo]'
-    python -m examples.tpch [--scale 1] [--transport ucx|fabric] [--device cuda:0] [--plot tpch.png]
+    python -m examples.tpch [--scale 1] [--query q3] [--transport ucx|fabric] [--device cuda:0] [--plot tpch.png]
 
 This process serves the datasets, which Spark's tasks write into shared memory. Polars, DuckDB and a batch loader open
 lineitem in place, all at the same time. Each computes answers of its own, and compares them with Spark's.
@@ -25,7 +25,7 @@ from rich.console import Console
 
 import dissociated as dis
 from examples.tpch.data import TABLES, generate, generator
-from examples.tpch.queries import QUERIES
+from examples.tpch.queries import LINEITEM_QUERIES, QUERIES
 from examples.tpch.screen import Lane, Screen
 from examples.tpch.steps import Step
 from examples.tpch.summary import CONSUMERS, plot, print_tables
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 NEEDS = ("pyspark", "duckdb", "polars", "numpy", "matplotlib")
 TRANSPORTS = ["shm", "tcp"]
-STEPS = {"spark": 2 + len(QUERIES), "polars": 6, "duckdb": 6, "loader": 6}
+STEPS = {"polars": 6, "duckdb": 6, "loader": 6}
 
 
 class Failed(Exception):
@@ -81,7 +81,7 @@ class Running:
 
 
 def run(
-    scale: float, transports: list[str], device: str | None, scratch: Path, console: Console
+    scale: float, queries: list[str], transports: list[str], device: str | None, scratch: Path, console: Console
 ) -> dict[str, list[Step]]:
     """Run all parts of the demo in order, with the consumers at the same time, and print the tables.
 
@@ -97,7 +97,8 @@ def run(
             return Running(screen.process(lane, of), module, *told, log=scratch / f"{lane}.log")
 
         steps["data"] = [make(scale, scratch / "data", screen.process("data", 1))]
-        with start("spark", "pipeline", "--data", str(scratch / "data"), of=STEPS["spark"]) as spark:
+        options = ("--data", str(scratch / "data"), "--queries", *queries)
+        with start("spark", "pipeline", *options, of=2 + len(queries)) as spark:
             steps["spark"] = spark.steps()
         with ExitStack() as processes, ThreadPoolExecutor(len(CONSUMERS)) as threads:
             told = {"loader": ["--device", device]} if device is not None else {}
@@ -135,6 +136,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.tpch", description="TPC-H from Spark to its consumers.")
     parser.add_argument("--scale", type=float, default=0.01, help="of TPC-H; 1 is a gigabyte (default: %(default)s)")
     parser.add_argument(
+        "--query",
+        action="append",
+        choices=[*QUERIES],
+        default=[],
+        help="a query for Spark beside q1 and q6; may be given several times (default: all)",
+    )
+    parser.add_argument(
         "--transport",
         action="append",
         choices=["ucx", "fabric"],
@@ -148,10 +156,12 @@ def main() -> None:
     if missing:
         sys.exit(f"tpch: {', '.join(missing)} not installed: pip install 'dissociated[spark,demo]'")
     console = Console(width=None if sys.stdout.isatty() else 100)
+    names = (*LINEITEM_QUERIES, *arguments.query) if arguments.query else QUERIES
+    queries = [name for name in QUERIES if name in names]
     transports = [*TRANSPORTS, *arguments.transport]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="tpch-") as scratch:
-        steps = run(arguments.scale, transports, arguments.device, Path(scratch), console)
+        steps = run(arguments.scale, queries, transports, arguments.device, Path(scratch), console)
     plot(arguments.plot, steps, arguments.scale)
     seconds = time.perf_counter() - started
     checked = sum(step.facts.get("checked", 0) for lane in steps.values() for step in lane)

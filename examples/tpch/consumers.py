@@ -23,13 +23,12 @@ from dissociated.torch import loader
 from dissociated.training import Batches
 from examples.tpch.device import q6_on_device
 from examples.tpch.memory import Mapped, own_memory
-from examples.tpch.queries import QUERIES
+from examples.tpch.queries import LINEITEM_QUERIES, QUERIES
 from examples.tpch.steps import fail, step
 
 Ask = Callable[[str], pa.Table]
 
 BATCH = 4096  # rows of a batch of the loader
-LINEITEM_QUERIES = ("q1", "q6")
 
 
 class Differs(Exception):

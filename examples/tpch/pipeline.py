@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,14 +45,15 @@ def watched(context: SparkContext) -> Iterator[None]:
         watcher.join()
 
 
-def run(data: Path, catalog: str) -> None:
-    """Answer every query, publish each answer under the name of its query, and publish the whole of lineitem."""
+def run(data: Path, catalog: str, queries: Sequence[str]) -> None:
+    """Answer the queries, publish each answer under the name of its query, and publish the whole of lineitem."""
     with step("start") as current:
         spark = session("tpch", **{"spark.log.level": "ERROR", "spark.sql.shuffle.partitions": "8"})
         for table in TABLES:
             spark.read.parquet(str(data / table)).createOrReplaceTempView(table)
         current.says = f"Spark {spark.version}, {spark.sparkContext.defaultParallelism} cores"
-    for name, sql in {**QUERIES, "lineitem": "SELECT * FROM lineitem"}.items():
+    statements = {name: QUERIES[name] for name in queries}
+    for name, sql in {**statements, "lineitem": "SELECT * FROM lineitem"}.items():
         with step(name) as current, watched(spark.sparkContext):
             publish(spark.sql(sql), name, catalog)
             current.says = "published"
@@ -63,9 +64,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Answer queries of TPC-H in Spark and publish the answers.")
     parser.add_argument("--data", type=Path, required=True, help="the directory of the tables")
     parser.add_argument("--catalog", required=True, help="URI of the catalog to publish in")
+    parser.add_argument("--queries", nargs="+", default=[*QUERIES], help="the queries to answer")
     arguments = parser.parse_args()
     try:
-        run(arguments.data, arguments.catalog)
+        run(arguments.data, arguments.catalog, arguments.queries)
     except (DissociatedError, PySparkException, OSError) as error:
         fail(error)
 

@@ -52,3 +52,5 @@ QUERIES = {
         GROUP BY l_shipmode
         ORDER BY l_shipmode""",
 }
+#: The queries that the consumers answer, too.
+LINEITEM_QUERIES = ("q1", "q6")

@@ -15,7 +15,7 @@ import pytest
 import dissociated as dis
 from dissociated.client import stream
 from dissociated.codec import split
-from dissociated.errors import RemoteProtocolError, StoreError, TransportError
+from dissociated.errors import RemoteError, RemoteProtocolError, StoreError, TransportError
 from dissociated.store.segment import Segment
 from support.helpers import case, clients_end, wait_until
 
@@ -175,7 +175,7 @@ def test_a_server_that_dies_after_the_beginning_is_an_error_each_time() -> None:
         reader = read(server)
         assert reader.read_next_batch()["n"].to_pylist() == [0, 1, 2]
     for read_on in ("read_all", "read_all", "read_next_batch"):
-        with pytest.raises((RemoteProtocolError, TransportError)):
+        with pytest.raises((RemoteError, RemoteProtocolError, TransportError)):
             getattr(reader, read_on)()
     del reader
     gc.collect()

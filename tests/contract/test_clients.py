@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.server import connections
 from support.certificates import Certificates
 from support.helpers import PATIENCE, Serve, case
 from support.machine import media
@@ -169,7 +170,10 @@ def test_closing_a_reader_leaves_the_arrays_that_were_read(direct: Route) -> Non
 
 
 @pytest.mark.parametrize("medium", media(MEDIA))
-def test_a_client_that_reads_on_learns_that_the_server_closes(serve: Serve, trusted: Certificates, medium: str) -> None:
+def test_a_client_that_reads_on_learns_that_the_server_closes(
+    serve: Serve, trusted: Certificates, monkeypatch: pytest.MonkeyPatch, medium: str
+) -> None:
+    monkeypatch.setattr(connections, "TELL_TIMEOUT", PATIENCE)
     schema = pa.schema([("n", pa.int64())])
     endless = (pa.record_batch({"n": np.full(ROWS, number)}) for number in count())
     server = serve(MEDIA[medium], **trusted.options)

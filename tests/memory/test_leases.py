@@ -21,51 +21,79 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dissociated.errors import RemoteProtocolError
 from dissociated.memory.device.emulated import EmulatedDevice
-from dissociated.memory.leases import FreeQueue, Ledger
+from dissociated.memory.leases import AddressLedger, FreeQueue, MessageLedger
 from support.helpers import PATIENCE
 
 ADDRESSES = st.integers(1, 6)
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """A model that counts sends: an address that was sent twice must be freed twice."""
+    """A model of both accounts. Each send of an address is freed once, or each message by its number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger()
-        self.sent: list[int] = []  # once for each send that was not freed
+        self.by_address = AddressLedger()
+        self.by_message = MessageLedger()
+        self.sent: list[int] = []  # addresses, once for each send that was not freed
+        self.messages: dict[int, list[int]] = {}
+        self.next = 0
 
-    @rule(addresses=st.lists(ADDRESSES, max_size=8))
-    def hold(self, addresses: list[int]) -> None:
-        self.ledger.hold(addresses)
-        self.sent += addresses
+    @rule(addresses=st.lists(ADDRESSES, max_size=8), withdrawn=st.booleans())
+    def hold(self, addresses: list[int], withdrawn: bool) -> None:
+        leased = {self.next: addresses}
+        for ledger in (self.by_address, self.by_message):
+            ledger.hold(leased)
+            if withdrawn:
+                ledger.withdraw(leased)
+        if not withdrawn:
+            self.sent += addresses
+            self.messages |= leased
+        self.next += 1
 
     @rule(data=st.data())
     def release_what_is_held(self, data: st.DataObject) -> None:
         freed = data.draw(st.permutations(self.sent))[: data.draw(st.integers(0, len(self.sent)))]
         for address in freed:
             self.sent.remove(address)
-        assert Counter(self.ledger.release(freed)) == Counter(set(freed) - set(self.sent))
+        assert Counter(self.by_address.release(freed)) == Counter(set(freed) - set(self.sent))
+
+    @rule(data=st.data())
+    def release_messages(self, data: st.DataObject) -> None:
+        numbers = data.draw(st.lists(st.sampled_from([*self.messages]), unique=True) if self.messages else st.just([]))
+        assert self.by_message.release(numbers) == [one for number in numbers for one in self.messages.pop(number)]
 
     @rule()
     def release_an_empty_buffer(self) -> None:
-        assert self.ledger.release([0, 0]) == []
+        assert self.by_address.release([0, 0]) == []
 
     @rule(address=ADDRESSES)
     def release_what_is_not_held(self, address: int) -> None:
         freed = [address] * (self.sent.count(address) + 1)
         with pytest.raises(RemoteProtocolError, match=f"{address:#x}, which it does not hold"):
-            self.ledger.release(freed)
+            self.by_address.release(freed)
         self.sent = [one for one in self.sent if one != address]
 
+    @rule(again=st.booleans())
+    def release_a_message_that_is_not_held(self, again: bool) -> None:
+        """A free of a message beyond the last, or a second free in one list, which frees it once."""
+        number = next(iter(self.messages)) if again and self.messages else self.next
+        with pytest.raises(RemoteProtocolError, match=f"message {number}, which it does not hold") as caught:
+            self.by_message.release([number, number])
+        assert caught.value.rule == "free-leased"
+        self.messages.pop(number, None)
+
     @rule()
-    def release_all(self) -> None:
-        assert Counter(self.ledger.release_all()) == Counter(set(self.sent))
+    def clear(self) -> None:
+        for ledger in (self.by_address, self.by_message):
+            ledger.clear()
         self.sent.clear()
+        self.messages.clear()
 
     @invariant()
-    def counts_addresses(self) -> None:
-        assert len(self.ledger) == len(set(self.sent))
+    def counts_leases(self) -> None:
+        assert len(self.by_address) == len(set(self.sent))
+        assert self.by_address.max_freed >= len(self.sent)
+        assert len(self.by_message) == self.by_message.max_freed == len(self.messages)
 
 
 TestLedger = LedgerMachine.TestCase

@@ -234,6 +234,7 @@ class Client:
             memory.close()
         self._regions.clear()
         self._kept = keep
+        self._frees_messages = b'"frees": "messages"' in ticket
         self._free_data = int(parameters["free_data"]) if "free_data" in parameters else None
         self._headers: dict[int, bytes] = {}
         self.bodies: dict[int, tuple[int, bytes]] = {}
@@ -304,6 +305,8 @@ class Client:
 
     @property
     def _leased(self) -> list[int]:
+        if self._frees_messages:
+            return [number for number, (kind, _) in self.bodies.items() if kind]
         lists = [struct.unpack(f"<{len(body) // 8}Q", body) for kind, body in self.bodies.values() if kind]
         return [address for one in lists for address, size in zip(one[2::2], one[3::2], strict=True) if size]
 

@@ -63,8 +63,10 @@ def test_their_client_reads_from_our_server(server: dis.Server, scheme: str, nam
     for what in (name, f"{name} live"):
         for bodies in ("any", "packed"):
             uri = location(server, what, scheme, bodies=bodies)
-            for half_close in (False, True):
-                client = Client(uri, server.ticket(what))
+            ticket = server.ticket(what)
+            frees_messages = double.structured(ticket, frees="messages")
+            for identifier, half_close in ((ticket, False), (ticket, True), (frees_messages, False)):
+                client = Client(uri, identifier)
                 table = double.join(client.messages(half_close))
                 kinds |= client.kinds
                 client.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pytest
@@ -93,7 +93,7 @@ TENSOR_FORMS = [
 PACKED, LISTED, EMPTY_PACKED = FORMS[:3]
 
 
-def receiver(next_: int = 0, *, schema: bool = False, **caps: int) -> Receiver:
+def receiver(next_: int = 0, *, schema: bool = False, **caps: Any) -> Receiver:
     """Return a receiver of a stream that waits for message `next_`, or that has just received the schema."""
     made = Receiver(**caps)
     made.want()

@@ -5,7 +5,7 @@ import pytest
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.request import Request
-from dissociated.protocol.sender import AddressesFreed, Body, Sender, StreamRequested, Tags
+from dissociated.protocol.sender import Body, MemoryFreed, Sender, StreamRequested, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.wire import BodyKind, Streams
 
@@ -52,10 +52,10 @@ class TestWhatTheClientSends:
         assert requested.streams is streams
 
     def test_free_data_gives_addresses_back(self):
-        assert sender().receive(Incoming(FREE, uint64s(64, 128, 64))) == AddressesFreed((64, 128, 64))
+        assert sender().receive(Incoming(FREE, uint64s(64, 128, 64))) == MemoryFreed((64, 128, 64))
 
     def test_free_data_is_understood_after_the_end_of_stream(self):
-        assert sender(State.ENDING).receive(Incoming(FREE, uint64s(64))) == AddressesFreed((64,))
+        assert sender(State.ENDING).receive(Incoming(FREE, uint64s(64))) == MemoryFreed((64,))
 
     @pytest.mark.parametrize("body", [b"", bytes(7), bytes(9)])
     def test_free_data_that_is_no_list_of_uint64_is_refused(self, body):

@@ -78,5 +78,5 @@ def test_what_arrived_of_a_group_that_is_cut_off_is_held(serve: Serve, monkeypat
     del kept
     assert connections_left(server) == 0
     assert len(held) == 1
-    assert held[0] >= 400
+    assert held[0] >= 1
     assert dis.open_stream(uri, ticket).read_all().num_rows == 15_001

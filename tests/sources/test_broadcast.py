@@ -15,6 +15,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import TransportError
 from dissociated.memory import live as live_memory
+from dissociated.server import connections
 from memory.maps import shared_bytes
 from support.helpers import PATIENCE, Serve, clients_end, connections_left, location, no_threads, open_live
 
@@ -248,7 +249,10 @@ def test_memory_that_one_client_freed_stays_readable_for_another(serve: Serve) -
 
 
 @pytest.mark.parametrize("end", ["fails", "dropped", "replaced", "closed"])
-def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(serve: Serve, end: str) -> None:
+def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(connections, "TELL_TIMEOUT", PATIENCE)
     server = serve(*MEDIA)
     with Fed() as fed:
         server.publish("live", fed.reader(), live=dis.Live(consumers=4))

@@ -187,7 +187,7 @@ def function_never_ends(spark: SparkSession, rows: int, started: str) -> None:
                 signal.pause()
 
     spark.conf.set("spark.dissociated.jvm", "true")
-    map_in_arrow(spark.range(0, rows, numPartitions=2), wait, "id long").count()
+    map_in_arrow(spark.range(0, rows, numPartitions=2), wait, "id long").write.format("noop").mode("overwrite").save()
 
 
 JOBS: dict[str, Callable[..., None]] = {

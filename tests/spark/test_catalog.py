@@ -69,12 +69,15 @@ def test_datasets_are_tables(spark: SparkSession, ours: str, client: dis.Client)
     spark.range(3).write.mode("append").saveAsTable(f"{ours}.`with.dots`")
     assert client.read("far").read_all().to_pylist() == [{"number": 8}]
     assert client["with.dots"].count_rows() == 3
+    with pytest.raises(PySparkException, match="flights cannot be altered: replace it by CREATE OR REPLACE TABLE"):
+        spark.sql(f"ALTER TABLE {ours}.flights ADD COLUMN n INT")
     with pytest.raises(PySparkException, match="no partitions by columns"):
         spark.sql(f"CREATE TABLE {ours}.parted (n INT) PARTITIONED BY (n)")
     with pytest.raises(PySparkException, match="already exists"):
         spark.sql(f"CREATE TABLE {ours}.far AS SELECT 1 AS number")
     spark.sql(f"CREATE OR REPLACE TABLE {ours}.far AS SELECT 'x' AS letter")
-    assert client.read("far").read_all().to_pylist() == [{"letter": "x"}]
+    spark.sql(f"CREATE OR REPLACE TABLE {ours}.far AS SELECT letter, 1 AS n FROM {ours}.far")
+    assert client.read("far").read_all().to_pylist() == [{"letter": "x", "n": 1}]
     spark.sql(f"CREATE OR REPLACE TABLE {ours}.near (n INT)")
     assert client.read("near").read_all().schema.names == ["n"]
     spark.range(5).write.mode("ignore").saveAsTable(f"{ours}.far")
@@ -85,6 +88,26 @@ def test_datasets_are_tables(spark: SparkSession, ours: str, client: dis.Client)
     assert names() == ["flights", "near"]
     with pytest.raises(PySparkException, match="cannot be found"):
         spark.table(f"{ours}.far")
+
+
+def test_a_catalog_without_a_uri_is_the_one_of_the_session(
+    spark: SparkSession, catalog: str, client: dis.Client
+) -> None:
+    name = f"catalog{next(_numbers)}"
+    spark.conf.set(f"spark.sql.catalog.{name}", "org.apache.spark.sql.dissociated.DatasetCatalog")
+    spark.conf.set("spark.dissociated.catalog", catalog)
+    try:
+        spark.sql(f"CREATE TABLE {name}.t AS SELECT 1 AS n")
+        spark.conf.set("spark.dissociated.catalog", "grpc://127.0.0.1:1")
+        spark.sql(f"INSERT INTO {name}.t VALUES (2)")
+        assert sorted(rows(spark, f"SELECT * FROM {name}.t")) == [(1,), (2,)]
+    finally:
+        spark.conf.unset("spark.dissociated.catalog")
+    assert client["t"].count_rows() == 2
+    spark.conf.set(f"spark.sql.catalog.{name}_wrong", "org.apache.spark.sql.dissociated.DatasetCatalog")
+    spark.conf.set(f"spark.sql.catalog.{name}_wrong.uri", catalog)
+    with pytest.raises(PySparkException, match=r"no setting spark.sql.catalog.NAME.uri; after NAME .* catalog, "):
+        spark.sql(f"SHOW TABLES IN {name}_wrong")
 
 
 def test_a_table_keeps_its_comment_and_properties(spark: SparkSession, ours: str, client: dis.Client) -> None:

@@ -18,6 +18,7 @@ from dissociated.node.node import Node
 from dissociated.spark import publish, read
 from dissociated.spark.types import arrow_schema
 from dissociated.store.store import Store
+from spark.conftest import IN_JVM
 from support.certificates import Certificates
 from support.helpers import wait_until
 
@@ -238,7 +239,7 @@ def test_what_spark_wrote_into_a_store_outlives_the_node(spark: SparkSession, tm
 def test_a_store_that_is_full_is_told_by_the_task(spark: SparkSession, tmp_path: Path, write: Write) -> None:
     with Node(Store(tmp_path / "store", limit=1 << 20), ["shm:"]) as node, dis.connect(node.uri) as client:
         with pytest.raises(PySparkException, match=r"the store .* is full: it holds [\d,]+ bytes of at most"):
-            write(spark.range(0, 1_000_000, numPartitions=2), "numbers", node.uri)
+            write(spark.range(0, 300_000, numPartitions=2), "numbers", node.uri)
         assert client.list() == []
         wait_until(lambda: staged(node.store.staging) == [], "what the other task still wrote is gone")
 
@@ -262,6 +263,11 @@ def test_a_view_is_read_and_appended_to_and_a_table_says_what_to_do(
     spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW a_view {using}")
     spark.sql("INSERT INTO a_view VALUES (2)")
     assert spark.sql("SELECT * FROM a_view ORDER BY id").collect() == [(1,), (2,)]
+    if IN_JVM == "true":
+        spark.sql("INSERT INTO a_view SELECT id + 2 FROM a_view")
+        assert spark.sql("SELECT * FROM a_view ORDER BY id").collect() == [(1,), (2,), (3,), (4,)]
+        spark.sql("INSERT OVERWRITE a_view SELECT id + 5 FROM a_view WHERE id < 3")
+        assert spark.sql("SELECT * FROM a_view ORDER BY id").collect() == [(6,), (7,)]
     spark.catalog.dropTempView("a_view")
     tables = {
         "CREATE TABLE": lambda: spark.sql(f"CREATE TABLE a_table {using}"),

@@ -243,9 +243,9 @@ def test_a_task_that_fails_is_run_again(spark: SparkSession, tmp_path: Path) -> 
                 Path(once).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    df = spark.range(0, 600_000, numPartitions=1)
+    df = spark.range(0, 300_000, numPartitions=1)
     out = map_in_arrow(df, killed_once, df.schema)
-    assert out.selectExpr("count(id)", "sum(id)").first() == (600_000, sum(range(600_000)))
+    assert out.selectExpr("count(id)", "sum(id)").first() == (300_000, sum(range(300_000)))
     assert Path(once).exists()
 
 

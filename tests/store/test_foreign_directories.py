@@ -92,8 +92,15 @@ def test_a_store_removes_and_writes_over_nothing_that_it_did_not_make(memory: Pa
         (place / "staging" / "website" / "index.html").write_text("<html>")
         (place / "staging" / "letters.new").symlink_to(place / "trash")
     (home / "trash" / "large.txt").write_bytes(b"x" * (1 << 18))  # large enough to be recycled
+    for number, directory in enumerate((*home.glob("segments/*"), *disk.glob("segments/*"), home)):
+        (memory / f"{number}.txt").write_text("Dear All")
+        name = "numbers.draft" if directory == home else "manifest.json.draft"
+        (directory / name).symlink_to(memory / f"{number}.txt")
+    (home / "numbers").write_text("cut short")  # so that it is written anew
     with Store(home, policy=Policy.SPILL, spill=disk, staging_timeout=1e6) as store:
         store.sweep()
+        for version in store.versions():
+            store.confirm(version, whole=False)
         store.remove(*store.versions())
         put(store, "c")
         store.sweep()
@@ -103,6 +110,7 @@ def test_a_store_removes_and_writes_over_nothing_that_it_did_not_make(memory: Pa
         assert (place / "staging" / "website" / "index.html").read_text() == "<html>"
         assert (place / "staging" / "letters.new").is_symlink()
     assert (home / "trash" / "large.txt").read_bytes() == b"x" * (1 << 18)
+    assert [path.read_text() for path in memory.glob("?.txt")] == ["Dear All"] * 3
 
 
 def test_a_writer_recycles_nothing_beside_a_directory_that_is_no_store(folder: Path) -> None:

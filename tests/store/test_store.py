@@ -22,7 +22,7 @@ import pytest
 import dissociated as dis
 from dissociated.cli import main
 from dissociated.control.version import Version
-from dissociated.errors import StoreError
+from dissociated.errors import CatalogError, StoreError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.files import NewFile, StagedFile, claim_unused
@@ -169,6 +169,18 @@ def test_append_keeps_what_was_there_in_one_more_version(memory: Path) -> None:
         assert store.usage().trash == 0
 
 
+def test_nothing_is_appended_to_a_version_that_lacks_a_segment(memory: Path) -> None:
+    with Store(memory) as store:
+        for number in (1, 2):
+            last = put(store, "some", number, append=True)
+        (memory / "segments" / last.id / "0000.arrows").unlink()
+    with Store(memory) as store:
+        with pytest.raises(StoreError, match="'some' cannot be appended to: segments of version 0 are missing"):
+            put(store, "some", 3, append=True)
+        assert store.current("some") == last
+        assert numbers(store, put(store, "some", 4)) == [4]
+
+
 def test_no_segments_still_make_a_dataset(memory: Path) -> None:
     with Store(memory) as store:
         version = store.commit(commit_of("none", [], SCHEMA, key="k"))
@@ -282,11 +294,18 @@ def test_a_version_that_was_replaced_is_not_served_in_place_of_one_that_is_set_a
             client.put(name, pa.table({"n": [1]}))
         latest = node.store.versions()[-1]
     manifest = memory / "segments" / latest.id / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_bytes()), "format": 2}))
+    content = manifest.read_bytes()
+    manifest.write_text(json.dumps({**json.loads(content), "format": 2}))
     with Node(Store(memory), ["shm:"]) as node, dis.connect(node.uri) as client:
         assert [info.name for info in client.list()] == ["b"]
+    manifest.write_bytes(content[:300])  # Its first lines still tell which version it was.
+    with Node(Store(memory), ["shm:"]) as node, dis.connect(node.uri) as client:
+        assert [info.name for info in client.list()] == ["b"]
+        with pytest.raises(CatalogError, match="'a' cannot be appended to: version 2 was evicted, or lost"):
+            client.put("a", pa.table({"n": [2]}), mode="append")
         client.put("a", pa.table({"n": [2]}))
         assert client.read("a").read_all()["n"].to_pylist() == [2]
+        assert client.describe("a").version > 2
 
 
 def test_the_status_the_metrics_and_the_log_tell_what_is_set_aside(

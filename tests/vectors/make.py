@@ -485,6 +485,27 @@ def requests() -> Iterable[Vector]:
         abort=27,
         request={"part": "0f3a9c12d07e4b55"},
     )
+    numbers = SMALL[0].select(["n"])
+    stream = stream_of([numbers, numbers, numbers, numbers.slice(0, 0)])
+    messages = messages_of(stream)
+    memory = Memory()
+    listed = memory.list_of(messages[1])
+    yield Vector(
+        "request-frees",
+        "A client that frees messages: two share their addresses, one is packed, and one has no bytes.",
+        [
+            Shared(BASE, bytes(memory.content)),
+            *[head(number, one) for number, one in enumerate(messages)],
+            body(1, listed, 1),
+            body(2, listed, 1),
+            body(3, messages[3].body or b""),
+            body(4, double.address_list([(0, 0)] * len(double.buffers(messages[4].header)[1])), 1),
+            end(5),
+        ],
+        stream,
+        [1, 2, 4],
+        request={"frees": "messages"},
+    )
 
 
 def invalid() -> Iterable[Vector]:
@@ -605,6 +626,18 @@ def invalid() -> Iterable[Vector]:
             "request-members part",
             "A structured request whose `part` is no text.",
             PREAMBLE + encode(TAGGED, double.structured(TICKET, part=["0f3a9c12d07e4b55"]), WANT),
+        ),
+        (
+            "request-members frees",
+            "A structured request whose `frees` is unknown.",
+            PREAMBLE + encode(TAGGED, double.structured(TICKET, frees="addresses"), WANT),
+        ),
+        (
+            "free-leased message",
+            "A free of a message that the stream does not have.",
+            PREAMBLE
+            + encode(TAGGED, double.structured(TICKET, frees="messages"), WANT)
+            + encode(TAGGED, struct.pack("<Q", 99), FREE),
         ),
         (
             "frame-length",

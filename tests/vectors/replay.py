@@ -90,6 +90,7 @@ def replayed(vector: Vector, scheme: str, scratch: Path) -> Iterator[tuple[str, 
 
     with RawServer(scheme, str(scratch / "sock"), script) as server:
         tags = "".join(f"{name}={vector.plain[name]}&" for name in ("want_data", "free_data") if name in vector.plain)
+        tags += "request=1&frees=messages" if "frees" in vector.plain.get("request", ()) else ""
         yield f"{server.uri.partition('?')[0]}?{tags.rstrip('&')}", freed
         server.wait_done()
 

@@ -25,7 +25,7 @@ def table_of(stream: bytes) -> pa.Table:
     return pa.ipc.open_stream(stream).read_all()
 
 
-@pytest.mark.parametrize(("name", "scheme"), cases(READABLE))
+@pytest.mark.parametrize(("name", "scheme"), cases([*READABLE, "request-frees"]))
 def test_our_client_reads_a_vector(name: str, scheme: str, tmp_path: Path) -> None:
     vector = Vector(name)
     with replayed(vector, scheme, tmp_path) as (uri, freed):

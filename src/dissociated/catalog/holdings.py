@@ -44,6 +44,10 @@ class OwnLocations:
         """Return the URIs at which `dataset` can be requested, in the order in which clients should try them."""
         return []
 
+    def are_fixed(self, dataset: Dataset) -> bool:
+        """Return whether the locations of `dataset` stay as they are, because none has addresses of its memory."""
+        return False
+
     def reference_locations(self, dataset: Dataset) -> list[str]:
         """Return the two URIs that the C++ reference client expects, or no URIs if a listener for it is missing."""
         return []

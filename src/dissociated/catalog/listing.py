@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -40,8 +40,8 @@ class Listing:
 
     Args:
         holdings: The datasets of the node.
-        counter: The place of the catalog's counter of changes, for callers on this host that get all rows with their
-            answer; None if they have to ask for each read.
+        counter: The place of the catalog's counter of changes, for callers on this host; None if they have to ask for
+            each read.
     """
 
     def __init__(self, holdings: Holdings, counter: CounterPlace | None = None) -> None:
@@ -73,10 +73,8 @@ class Listing:
             "began": version.lineage_id,
             "tags": dict(version.tags),
         }
-        if any(has_embedded(endpoint.app_metadata) for endpoint in endpoints):
-            sole = self._registry.lookup_part(version.parts[0].id)
-            if sole is not None and not sole.is_modifiable and caller.get("boot_id") == boot_id():
-                app_metadata["counter"] = self._counter
+        if caller.get("boot_id") == boot_id() and self._is_counted(version, endpoints):
+            app_metadata["counter"] = self._counter
         return flight.FlightInfo(
             _deserialize(version.schema),
             flight.FlightDescriptor.for_path(version.name),
@@ -86,6 +84,15 @@ class Listing:
             ordered=True,
             app_metadata=json.dumps(app_metadata),
         )
+
+    def _is_counted(self, version: Version, endpoints: Sequence[flight.FlightEndpoint]) -> bool:
+        """Return whether the answer holds until the database changes."""
+        if len(version.parts) != 1 or len(version.parts[0].nodes) != 1:
+            return False
+        local = self._registry.lookup_part(version.parts[0].id)
+        if local is None or not local.repeatable or local.is_modifiable:
+            return False
+        return self._holdings.endpoints.are_fixed(local) or has_embedded(endpoints[0].app_metadata)
 
     def reference_info(self, version: Version, descriptor: flight.FlightDescriptor) -> flight.FlightInfo | None:
         """Return the FlightInfo that the C++ reference expects for a command that is a name only.

@@ -196,12 +196,15 @@ class CatalogService(ProcessBound):
         if self._ticker is not None:
             self._ticker.join(STOP_TIMEOUT)
         self.catalog.close()
-        stopping = threading.Thread(target=self._flight.shutdown, name="catalog shutdown", daemon=True)
+        stopping = threading.Thread(target=self._shut_down, name="catalog shutdown", daemon=True)
         stopping.start()
         stopping.join(STOP_TIMEOUT)
         if stopping.is_alive():
             _log.warning("shutdown timed out, a client still has an open stream: catalog=%s", self.uri)
-            return
+
+    def _shut_down(self) -> None:
+        """Wait for the calls in progress, and release what they need."""
+        self._flight.shutdown()
         self.catalog.release()
 
 

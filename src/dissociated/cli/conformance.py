@@ -30,7 +30,7 @@ from dissociated.format.message import extents_within
 from dissociated.protocol.delivery import Delivery
 from dissociated.protocol.message import Message
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.request import REQUEST_PARAMETER, announces, with_members
+from dissociated.protocol.request import FREES_PARAMETER, REQUEST_PARAMETER, announces, with_members
 from dissociated.protocol.wire import encode_free
 from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
@@ -77,9 +77,10 @@ class _Checks:
         self._ticket = ticket
         self._timeout = timeout
         self._tag = uri.require_want_data()
-        self._leased = self._freed = 0  # addresses in this check
+        self._leased = self._freed = 0  # addresses, or messages, in this check
         self._digests: list[bytes] = []  # of the streams that were read whole
         self._tensors = False
+        self._freeing_messages = with_members(ticket, **dict([FREES_PARAMETER]))
 
     def run(self) -> Iterator[tuple[str, str | None]]:
         """Run all checks. Yield the line of each, and the reason why it failed."""
@@ -93,6 +94,10 @@ class _Checks:
             yield self._run("two streams on one connection", self._two_streams)
             yield self._run("a client that reads other streams first", self._ahead)
             yield self._run("unknown part", self._unknown_part)
+            if announces(self._uri, FREES_PARAMETER):
+                yield self._run("frees by message", self._message_frees)
+                name = "refuses what breaks free-leased, a message twice"
+                yield self._run(name, lambda: self._bad_free(_one_too_many, self._freeing_messages))
         yield self._run("unknown ticket", self._unknown_ticket)
         yield self._run("refuses what breaks client-tags", lambda: self._refused(self._tag ^ 1 << 63, self._ticket))
         yield self._run("refuses what breaks client-frames", lambda: self._refused(None, self._ticket))
@@ -121,14 +126,15 @@ class _Checks:
     def _request(self, connection: Connection, tag: int, ticket: bytes) -> None:
         connection.send([Message(tag, (ticket,))], self._timeout)
 
-    def _read_all(self, connection: Connection) -> _Content:
+    def _read_all(self, connection: Connection, identifier: bytes | None = None) -> _Content:
         """Request the stream, and read it."""
-        self._request(connection, self._tag, self._ticket)
-        return self._read(connection)
+        identifier = identifier or self._ticket
+        self._request(connection, self._tag, identifier)
+        return self._read(connection, identifier == self._freeing_messages)
 
-    def _read(self, connection: Connection) -> _Content:
+    def _read(self, connection: Connection, frees_messages: bool = False) -> _Content:
         """Read a whole stream."""
-        receiver = Receiver.with_limits(MAX_METADATA, MAX_BODY)
+        receiver = Receiver.with_limits(MAX_METADATA, MAX_BODY, frees_messages)
         content = _Content()
         while True:
             while (delivery := receiver.next()) is not None:
@@ -156,7 +162,7 @@ class _Checks:
             connection.wait(_GRACE)
             if connection.arrived():
                 raise RemoteProtocolError(
-                    f"the server sent a message or closed the connection, although {self._leased} addresses are leased"
+                    f"the server sent a message or closed the connection, although it has {self._leased} leases"
                 )
 
     def _whole(self) -> str:
@@ -186,12 +192,18 @@ class _Checks:
         return f"{count} batches, {rows} rows"
 
     def _reverse_frees(self) -> str:
+        return self._free_backwards(self._ticket)
+
+    def _message_frees(self) -> str:
+        return self._free_backwards(self._freeing_messages)
+
+    def _free_backwards(self, identifier: bytes) -> str:
         with self._connect() as connection:
-            content = self._read_all(connection)
+            content = self._read_all(connection, identifier)
             self._digests.append(content.digest)
             self._stays_open(connection)
-            for address in reversed(content.leased):
-                self._free(connection, [address])
+            for lease in reversed(content.leased):
+                self._free(connection, [lease])
             self._closes(connection)
         return f"{content.count} messages"
 
@@ -243,10 +255,10 @@ class _Checks:
             connection.send([Message(tag, (content,))], self._timeout)
             return self._abort(connection, "a broken rule", RemoteProtocolError)
 
-    def _bad_free(self, content_for: Callable[[Sequence[int]], bytes]) -> str:
-        """Send a `free_data` that breaks a rule: `content_for` returns its content for the leased addresses."""
+    def _bad_free(self, content_for: Callable[[Sequence[int]], bytes], identifier: bytes | None = None) -> str:
+        """Send a `free_data` that breaks a rule: `content_for` returns its content for the leases."""
         with self._connect() as connection:
-            leased = self._read_all(connection).leased
+            leased = self._read_all(connection, identifier).leased
             if not leased:
                 return "not checked: the stream has no addresses"
             connection.send([Message(self._uri.free_data, (content_for(leased),))], self._timeout)
@@ -305,9 +317,9 @@ def _unknown_address(leased: Sequence[int]) -> bytes:
 
 
 def _one_too_many(leased: Sequence[int]) -> bytes:
-    """Free one of the addresses once more than it was sent."""
-    address, count = Counter(leased).most_common()[-1]
-    return encode_free([address] * (count + 1))
+    """Free one of the addresses, or messages, once more than it was sent."""
+    lease, count = Counter(leased).most_common()[-1]
+    return encode_free([lease] * (count + 1))
 
 
 def _run_check(arguments: argparse.Namespace) -> None:

@@ -20,18 +20,20 @@ from dissociated.errors import (
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
+    OptionError,
     RemoteError,
     RemoteProtocolError,
     TransportError,
 )
 from dissociated.format.message import buffer_extents
-from dissociated.memory.leases import Ledger
+from dissociated.memory.leases import AddressLedger, Ledger, MessageLedger
 from dissociated.memory.region import reserve_base
 from dissociated.memory.shared import Backing, sealed_memfd, write_parts
 from dissociated.protocol.close_reason import close_reason
 from dissociated.protocol.message import Message
-from dissociated.protocol.sender import AddressesFreed, Body, Sender, StreamRequested, Tags
-from dissociated.protocol.wire import BodyKind, Streams, body_tag, encode_addresses, encode_end_of_stream
+from dissociated.protocol.request import FREES_PARAMETER, REQUEST_PARAMETER
+from dissociated.protocol.sender import Body, MemoryFreed, Sender, StreamRequested, Tags
+from dissociated.protocol.wire import SEQUENCE_MASK, BodyKind, Streams, body_tag, encode_addresses, encode_end_of_stream
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
@@ -279,7 +281,9 @@ def _served_uri(listener: Listener) -> Uri:
     uri = replace(listener.uri, want_data=_WANT)
     if not transport(uri.scheme).shares_memory:
         return uri
-    return replace(uri, free_data=_FREE).with_parameters(packed=str(_WANT | 4))
+    return replace(uri, free_data=_FREE).with_parameters(
+        packed=str(_WANT | 4), **dict([REQUEST_PARAMETER, FREES_PARAMETER])
+    )
 
 
 class _Service:
@@ -290,7 +294,7 @@ class _Service:
         self._stream = stream
         self._timeout = timeout
         self._sender = Sender(_TAGS)
-        self._ledger = Ledger()
+        self._ledger: Ledger = AddressLedger()
         self._leased = self._freed = 0
         self._name = "-"
 
@@ -320,7 +324,7 @@ class _Service:
     def _report(self, outcome: str) -> str:
         return f"{self._name}: {outcome}; leased {self._leased}, freed {self._freed}"
 
-    def _receive(self) -> StreamRequested | AddressesFreed | None:
+    def _receive(self) -> StreamRequested | MemoryFreed | None:
         arrived = self._connection.receive(self._timeout, partial(allocate_bounded, "client"))
         return None if arrived is None else self._sender.receive(arrived)
 
@@ -328,6 +332,10 @@ class _Service:
         request = self._receive()
         if not isinstance(request, StreamRequested):
             raise ConnectionClosed("the client sent no request")
+        if request.request.selection is not None or request.request.streams is not None:
+            raise OptionError("variants are sent whole: request no selection and no single stream")
+        if request.request.frees_messages:
+            self._ledger = MessageLedger()
         name = request.request.ticket.decode(errors="replace")
         variant = _VARIANTS.get(name)
         if variant is None:
@@ -343,7 +351,7 @@ class _Service:
                 self._share(item)
                 continue
             if item.tag is not None and item.tag >> 56 == BodyKind.ADDRESSES:
-                self._hold(bytes(item.parts[0]))
+                self._hold(item.tag & SEQUENCE_MASK, bytes(item.parts[0]))
             if variant.trickled:
                 self._trickle(item)
             else:
@@ -358,11 +366,12 @@ class _Service:
         with owned(sealed_memfd("conformance", write) if region.sealed else _unsealed(region.content)) as descriptor:
             self._connection.memory.share(descriptor, region.base, len(region.content), region.backing)
 
-    def _hold(self, content: bytes) -> None:
+    def _hold(self, sequence: int, content: bytes) -> None:
         numbers = [int.from_bytes(content[at : at + 8], "little") for at in range(16, len(content), 8)]
         addresses = [address for address, size in zip(numbers[0::2], numbers[1::2], strict=True) if size]
-        self._ledger.hold(addresses)
-        self._leased += len(addresses)
+        before = self._ledger.max_freed
+        self._ledger.hold({sequence: addresses})
+        self._leased += self._ledger.max_freed - before
 
     def _trickle(self, message: Message) -> None:
         prepared = self._connection.prepare([message])
@@ -387,9 +396,9 @@ class _Service:
                 if variant.rule is not None:
                     return f"ok   the client ended the connection after a message that breaks {variant.rule}"
                 return "the client ended the connection, which frees the rest"
-            if isinstance(event, AddressesFreed):
-                self._ledger.release(event.addresses)
-                self._freed += len(event.addresses)
+            if isinstance(event, MemoryFreed):
+                self._ledger.release(event.freed)
+                self._freed += len(event.freed)
         return "ok"
 
 

@@ -72,17 +72,17 @@ class Bodies:
         Raises:
             FormatError: A buffer leaves its body.
         """
-        _, header, parsed, body, placed = delivery
+        _, header, parsed, body, placed, _ = delivery
         if placed is None:
             return slice_buffers(header, parsed, body or b"")
         if placed.is_empty:
-            if placed.leased:
-                self.leases.free(placed.leased)
+            if delivery.leased:
+                self.leases.free(delivery.leased)
             return [pa.py_buffer(b"")] * len(placed.lengths)
         if self._connection.supports_rma:
             return slice_buffers(header, parsed, self._fetch(delivery))
         located = self.address_space.locate(placed.addresses, placed.lengths)
-        whole = self.leases.lease(located.memory, placed.leased)
+        whole = self.leases.lease(located.memory, delivery.leased)
         return [whole.slice(offset, length) for offset, length in zip(located.offsets, placed.lengths, strict=True)]
 
     def allocate(self, length: int) -> pa.Buffer:

@@ -24,7 +24,14 @@ from dissociated.errors import (
 )
 from dissociated.format.missed import MAX_NOTE_SIZE
 from dissociated.protocol.message import Message
-from dissociated.protocol.request import MISSED_PARAMETER, REQUEST_PARAMETER, announces, with_members
+from dissociated.protocol.request import (
+    FREES_PARAMETER,
+    MISSED_PARAMETER,
+    REQUEST_PARAMETER,
+    Request,
+    announces,
+    with_members,
+)
 from dissociated.protocol.sender import Tags
 from dissociated.protocol.wire import PREFIX_SIZE, Streams
 from dissociated.transport.base import Connection
@@ -125,6 +132,11 @@ def _open_session(
     If `idle` is given, it gets the connection when the stream has ended.
     """
     timeout = request.timeout
+    frees_messages = False
+    with suppress(RemoteProtocolError):  # an identifier that cannot be read is left to the server, which refuses it
+        if len(uris) == 1 and announces(uris[0], REQUEST_PARAMETER) and announces(uris[0], FREES_PARAMETER):
+            identifier = with_members(identifier, **dict([FREES_PARAMETER]))
+        frees_messages = Request.parse(identifier).frees_messages
     takes_missed = announces(uris[0], MISSED_PARAMETER)
     if takes_missed:  # the limit is for the publisher's metadata
         request = replace(request, max_metadata=request.max_metadata + MAX_NOTE_SIZE)
@@ -142,7 +154,7 @@ def _open_session(
                 connection.receive(timeout, _refuse_body)  # raises RemoteError if the server has sent a reason
                 raise
         keep = None if idle is None else partial(idle.put, uris[0])
-        session = ClientSession(opened, uris[-1].free_data, request, keep, takes_missed)
+        session = ClientSession(opened, uris[-1].free_data, request, keep, takes_missed, frees_messages)
         connections.pop_all()  # the session owns them now
     return session
 

@@ -29,7 +29,7 @@ def place_on_device(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceM
             invalid.
         DeviceError: The body would have to be converted, because it is compressed or has the other byte order.
     """
-    _, header, parsed, body, placed = delivery
+    _, header, parsed, body, placed, _ = delivery
     if parsed.type is HeaderType.SCHEMA:
         if not is_little_endian(header) or sys.byteorder != "little":
             raise DeviceError("bodies of the other byte order are not swapped on a device: read them here")
@@ -41,11 +41,11 @@ def place_on_device(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceM
     if placed is None:
         return mover.move(header, parsed, *_packed(delivery, body))
     if placed.is_empty:
-        if placed.leased:
-            bodies.leases.free(placed.leased)
+        if delivery.leased:
+            bodies.leases.free(delivery.leased)
         return DeviceMessage(relocate(header, parsed, [0] * len(placed.lengths), 0), parsed, pa.py_buffer(b""))
     located = bodies.address_space.locate(placed.addresses, placed.lengths)
-    whole = bodies.leases.lease(located.memory, placed.leased, located.device)
+    whole = bodies.leases.lease(located.memory, delivery.leased, located.device)
     if located.device is mover.device and not any(offset % 8 for offset in located.offsets):
         return _in_place(delivery, located, whole)
     if located.device not in (None, mover.device):

@@ -61,13 +61,13 @@ class EndpointReader:
     def __init__(self, open_flight: OpenFlight, trust: Mapping[str, Mapping[str, str]]) -> None:
         self._open_flight = open_flight
         self._trust = trust
-        #: The last plans for datasets whose rows came with their descriptions, the latest first.
+        #: The last plans for datasets of one part, the latest first.
         self._plans: deque[tuple[DatasetInfo, ReadRequest, PartPlan]] = deque(maxlen=_MAX_PLANS)
 
     def read(self, describe: Describe, request: ReadRequest) -> pa.RecordBatchReader:
         """Read the rows of all endpoints, in order, that `request` selects. `describe` looks the dataset up.
 
-        If the rows come with the description, and `describe` returns the same object again, the plan is not made again.
+        If `describe` returns the same object again, and it has one part, the plan is not made again.
         """
 
         def open_parts(info: DatasetInfo) -> pa.RecordBatchReader:
@@ -75,9 +75,9 @@ class EndpointReader:
             is_kept = traced.columns is None and not traced.selects_rows
             for known_info, known_request, part in [*self._plans] if is_kept else ():
                 if known_info is info and known_request == traced:
-                    return self._open(part)
+                    return self._open_counted(part)
             planned = plan(traced, info, lambda endpoint: self._all_routes(info, endpoint, traced))
-            if is_kept and len(planned.parts) == 1 and planned.parts[0].is_embedded:
+            if is_kept and len(planned.parts) == 1:
                 self._plans.appendleft((info, traced, planned.parts[0]))
             return self._chain(info, planned, _open_all(planned, self._open_counted))
 

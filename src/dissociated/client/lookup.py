@@ -29,7 +29,7 @@ _ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")  # a byte that is not UTF-8, as `des
 _OUR_ACTION = "committed"
 _MAX_ANSWERS = 16  # answers that are kept
 _MAX_ANSWER = 1 << 17  # bytes of an answer that is kept
-_MAX_COUNTED = 16  # datasets whose rows are kept for as long as the catalog changes nothing
+_MAX_COUNTED = 16  # descriptions that are kept for as long as the catalog changes nothing
 _NOT_COUNTED = (None, None, 0)
 
 
@@ -42,8 +42,8 @@ class Lookup:
         self._answers: deque[tuple[Any, DatasetInfo]] = deque(maxlen=_MAX_ANSWERS)
         self._counter: CounterView | None = None
         self._refused_place: CounterPlace | None = None
-        #: By name, the last descriptions with all rows, with the counter and the number from before the question.
-        self._counted: dict[str, tuple[DatasetInfo, CounterView, int]] = {}
+        #: By name and `embed`, the last descriptions, with the counter and the number from before the question.
+        self._counted: dict[tuple[str, int], tuple[DatasetInfo, CounterView, int]] = {}
 
     def list(self, prefix: str, tags: Mapping[str, str]) -> DatasetList:
         """List datasets. See `CatalogClient.list`."""
@@ -96,16 +96,16 @@ class Lookup:
             reuse: Return the same object as before if the catalog answers the same as before, or would do so. It must
                 not be changed.
         """
-        if reuse and embed and version is None:
-            return self._current(name) or self._describe_counted(name, embed)
+        if reuse and version is None:
+            return self._current(name, embed) or self._describe_counted(name, embed)
         return self._describe(name, version, embed, reuse)
 
-    def _current(self, name: str) -> DatasetInfo | None:
-        """Return the last description of a dataset with all its rows, if the catalog has changed nothing since then.
+    def _current(self, name: str, embed: int) -> DatasetInfo | None:
+        """Return the last description of a dataset, if the catalog has changed nothing since then.
 
         Raises the errors of a call that cannot be made.
         """
-        info, counter, number = self._counted.get(name, _NOT_COUNTED)
+        info, counter, number = self._counted.get((name, embed), _NOT_COUNTED)
         if info is None or counter is None or counter.read() != number:
             return None
         if info.expires is not None and info.expires <= time.time():  # The catalog has the same clock.
@@ -119,13 +119,13 @@ class Lookup:
         number = 0 if counter is None else counter.read()  # before the question
         info = self._describe(name, None, embed, reuse=True)
         if info.counter is None:
-            self._counted.pop(name, None)
+            self._counted.pop((name, embed), None)
         elif counter is None or counter.place != info.counter:
             self._counter = self._open_counter(info.counter)
         elif number:
             if len(self._counted) >= _MAX_COUNTED:
                 self._counted.clear()
-            self._counted[name] = info, counter, number
+            self._counted[name, embed] = info, counter, number
         return info
 
     def _open_counter(self, place: CounterPlace) -> CounterView | None:

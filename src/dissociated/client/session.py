@@ -41,17 +41,19 @@ class ClientSession(ProcessBound):
         request: ReadRequest,
         on_freed: Callable[[Connection], None] | None = None,
         takes_missed: bool = False,
+        frees_messages: bool = False,
     ) -> None:
         """Own `connections`, and give back the only one by `on_freed` after a whole stream, if that is possible.
 
-        `takes_missed` says whether batches may have notes of missed batches, which readers remove.
+        `takes_missed` says whether batches may have notes of missed batches, which readers remove. `frees_messages`
+        says whether the server expects frees of messages by number.
         """
         self._connections = connections
         self._timeout = request.timeout
         self.max_body = request.max_body
         self.takes_missed = takes_missed
         self._decompress = request.decompress
-        self._receiver = Receiver.with_limits(request.max_metadata, request.max_body)
+        self._receiver = Receiver.with_limits(request.max_metadata, request.max_body, frees_messages)
         self._is_over = False
         self._reason: str | None = None  # to tell the server that it broke a rule
         self._leases = ClientLeases(connections[-1], free_data, request.timeout, on_freed)

@@ -329,7 +329,7 @@ class InPlace:
         """Return whether this message lies in place."""
         if not delivery.parsed.has_body or delivery.body:
             return False
-        leased = delivery.leased
+        leased = () if delivery.addresses is None else delivery.addresses.leased
         if not (leased or self._streams):
             return False
         if delivery.addresses is not None and len(leased) != sum(map(bool, delivery.addresses.lengths)):
@@ -349,7 +349,8 @@ class InPlace:
             extents = zip(*buffer_extents(delivery.header, delivery.parsed), strict=True)
             if leased != tuple(start + offset for offset, length in extents if length):
                 return False
-            part.leased.append(np.array(leased, np.uint64))
+        if delivery.leased:
+            part.leased.append(np.array(delivery.leased, np.uint64))
         part.end = body_at + delivery.parsed.body_length
         self._batches += 1
         return part.end <= part.region.size
@@ -360,7 +361,7 @@ class InPlace:
 
     def shared(self, batches: SharedBatches) -> bool:
         """Return whether all of these batches lie in place."""
-        part = self._stream_at(int(batches.leased[0]))
+        part = self._stream_at(int(batches.addresses[0]))
         if part is None:
             return False
         width = batches.headers.shape[1]

@@ -192,10 +192,10 @@ def attach(
     Raises:
         RemoteProtocolError: An address leaves the regions of `address_space`.
     """
-    _, header, parsed, body, placed = delivery
+    _, header, parsed, body, placed, _ = delivery
     if placed is None:
         return header, body
-    leased = placed.leased
+    leased = delivery.leased
     if placed.is_empty:
         if leased:
             leases.free(leased)

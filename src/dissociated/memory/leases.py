@@ -1,16 +1,18 @@
 """Leases: the account of addresses that a peer holds.
 
 The server counts sends: an address that was sent twice must be freed twice. The client has a lease for each message,
-and frees the message's addresses when the last array in its body is collected. A segment that libarrow reads in place
-has one lease.
+and frees the message's addresses, or its number, when the last array in its body is collected. A segment that libarrow
+reads in place has one lease.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Self
 from weakref import finalize
@@ -22,11 +24,87 @@ from dissociated.errors import DeviceError, RemoteProtocolError
 from dissociated.memory.device.base import Device
 
 
-class Ledger:
-    """The server's account of the addresses that the client of one connection holds.
+class Ledger(ABC):
+    """The server's account of the memory that the client of one connection holds.
 
     It is not thread-safe: a connection has one thread.
     """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of leases that are held."""
+
+    @property
+    @abstractmethod
+    def max_freed(self) -> int:
+        """Return the largest number of integers that the client may still send to free memory."""
+
+    @abstractmethod
+    def hold(self, leased: Mapping[int, Sequence[int]], empty: int = 0) -> None:
+        """Record that messages are sent.
+
+        Args:
+            leased: The leased addresses of each message whose body is sent by address, by its number.
+            empty: The number of buffers without bytes in these bodies.
+        """
+
+    @abstractmethod
+    def release(self, freed: Sequence[int]) -> list[int]:
+        """Record that the client freed the memory that `freed` names.
+
+        Returns:
+            The addresses that the client no longer holds.
+
+        Raises:
+            RemoteProtocolError: The client does not hold some of this memory. The memory named before it in `freed` has
+                been released.
+        """
+
+    @abstractmethod
+    def withdraw(self, leased: Mapping[int, Sequence[int]]) -> None:
+        """Undo `hold`, because the messages were not sent."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """End all leases, after the client has disconnected."""
+
+
+class MessageLedger(Ledger):
+    """The account of a client that frees messages by their numbers. Each body by address is one lease."""
+
+    def __init__(self) -> None:
+        self._leased: dict[int, Sequence[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._leased)
+
+    @property
+    def max_freed(self) -> int:
+        return len(self._leased)
+
+    def hold(self, leased: Mapping[int, Sequence[int]], empty: int = 0) -> None:
+        self._leased.update(leased)
+
+    def release(self, freed: Sequence[int]) -> list[int]:
+        released: list[int] = []
+        for number in freed:
+            addresses = self._leased.pop(number, None)
+            if addresses is None:
+                raise RemoteProtocolError(
+                    f"the client freed message {number}, which it does not hold", rule="free-leased"
+                )
+            released += addresses
+        return released
+
+    def withdraw(self, leased: Mapping[int, Sequence[int]]) -> None:
+        self.release([*leased])
+
+    def clear(self) -> None:
+        self._leased.clear()
+
+
+class AddressLedger(Ledger):
+    """The account of a client that frees addresses. An address that is held in several messages counts as one lease."""
 
     def __init__(self) -> None:
         self._addresses: set[int] = set()
@@ -35,16 +113,14 @@ class Ledger:
         self._empty = 0  # number of buffers without bytes that the client may free, too
 
     def __len__(self) -> int:
-        """Return the number of addresses that are held."""
         return len(self._addresses)
 
     @property
     def max_freed(self) -> int:
-        """Return the largest number of addresses that the client may still free, for instance in one message."""
         return self._sends + self._empty
 
-    def hold(self, addresses: Collection[int], empty: int = 0) -> None:
-        """Count one more send of each of `addresses`, and of `empty` buffers without bytes, which may be freed, too."""
+    def hold(self, leased: Mapping[int, Sequence[int]], empty: int = 0) -> None:
+        addresses = [*chain.from_iterable(leased.values())]
         self._sends += len(addresses)
         self._empty += empty
         before = len(self._addresses)
@@ -59,27 +135,16 @@ class Ledger:
             else:
                 self._addresses.add(address)
 
-    def release(self, addresses: Sequence[int]) -> list[int]:
-        """Record that the client freed `addresses`.
-
-        An address of 0 belongs to a buffer without bytes. It is skipped; some clients send it.
-
-        Returns:
-            The addresses that the client no longer holds.
-
-        Raises:
-            RemoteProtocolError: The client does not hold an address, which is unknown or freed already. The addresses
-                before it in `addresses` have been released.
-        """
+    def release(self, freed: Sequence[int]) -> list[int]:
         if not self._repeats:  # the common case, in which sets do the work
-            freed = {*addresses}
-            if len(freed) == len(addresses) and freed <= self._addresses:
-                self._addresses -= freed
-                self._sends -= len(addresses)
-                return [*addresses]
+            addresses = {*freed}
+            if len(addresses) == len(freed) and addresses <= self._addresses:
+                self._addresses -= addresses
+                self._sends -= len(freed)
+                return [*freed]
         released = []
         zeros = 0
-        for address in addresses:
+        for address in freed:
             if address in self._repeats:
                 self._repeats[address] -= 1
                 if not self._repeats[address]:
@@ -91,23 +156,24 @@ class Ledger:
                 raise RemoteProtocolError(
                     f"the client freed the address {address:#x}, which it does not hold", rule="free-leased"
                 )
-            else:
+            else:  # of a buffer without bytes; some clients free it
                 zeros += 1
-        self._sends -= len(addresses) - zeros
+        self._sends -= len(freed) - zeros
         self._empty = max(0, self._empty - zeros)
         return released
 
-    def release_all(self) -> list[int]:
-        """Release and return all addresses, after the client has disconnected."""
-        released = [*self._addresses]
+    def withdraw(self, leased: Mapping[int, Sequence[int]]) -> None:
+        self.release([*chain.from_iterable(leased.values())])
+
+    def clear(self) -> None:
         self._addresses.clear()
         self._repeats.clear()
         self._sends = self._empty = 0
-        return released
 
 
-#: Value that stands for an address that a forked process still maps, for an unknown time. No buffer has this address.
-STILL_HELD = 0
+#: Value that stands for an address that a forked process still maps, for an unknown time. No address or number of a
+#: message is negative.
+STILL_HELD = -1
 
 #: Seconds until a device that could not tell which memory it reads is asked again. Each query breaks off a capture of a
 #: graph on that device, so there must be few.

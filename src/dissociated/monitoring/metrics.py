@@ -65,7 +65,7 @@ class _Collector:
 
         totals = vars(now.totals)
         yield family(GaugeMetricFamily, "uptime_seconds", "Seconds since the server started", [], ([], now.seconds))
-        yield family(GaugeMetricFamily, "leases", "Addresses that consumers hold", [], ([], now.leases))
+        yield family(GaugeMetricFamily, "leases", "Messages, or addresses, that consumers hold", [], ([], now.leases))
         text = "Bytes held by consumers that were cut off, or of datasets that are no longer served"
         yield family(GaugeMetricFamily, "kept_bytes", text, [], ([], now.kept))
         if now.store is not None:
@@ -122,7 +122,7 @@ class _Collector:
             (GaugeMetricFamily, "rows", "rows", "Rows, if known"),
             (GaugeMetricFamily, "size", "size_bytes", "Bytes of all bodies, if known"),
             (GaugeMetricFamily, "consumers", "consumers", "Open streams"),
-            (GaugeMetricFamily, "leases", "leases", "Addresses that consumers hold"),
+            (GaugeMetricFamily, "leases", "leases", "Messages, or addresses, that consumers hold"),
             (CounterMetricFamily, "streams", "streams", "Streams requested since publication"),
             (CounterMetricFamily, "messages", "sent_messages", "Messages sent since publication"),
             (CounterMetricFamily, "bytes", "sent_bytes", "Bytes of bodies sent since publication"),

@@ -32,7 +32,7 @@ class ConsumerStatus:
         seconds: The time since the connection was accepted.
         messages: The number of messages sent.
         bytes: The number of bytes of bodies sent, inline or by address.
-        leases: The number of addresses that the client holds.
+        leases: The number of messages, or addresses, that the client holds.
         kept: The number of bytes of a live stream that the client still holds after it was cut off.
         rate: The number of bytes sent per second, since a recent reading of the status or else since the start.
         missed: The number of batches of a live stream that were dropped because the client did not keep up.
@@ -64,7 +64,7 @@ class DatasetStatus:
         streams: The number of requested streams.
         messages: The number of messages sent.
         bytes: The number of bytes of bodies sent, inline or by address.
-        leases: The number of addresses that clients hold.
+        leases: The number of messages, or addresses, that clients hold.
         versions: The number of versions that are served. The counts above include all of them.
         missed: The number of batches of live streams that clients missed, in all versions that are served.
     """
@@ -219,7 +219,7 @@ class ServerStatus:
         pid: The id of its process.
         seconds: The time since its start.
         catalog: The URI of its catalog; None if it has none.
-        leases: The number of addresses that consumers hold.
+        leases: The number of messages, or addresses, that consumers hold.
         totals: The totals since its start.
         listeners: Its listeners.
         datasets: The datasets that it serves.

@@ -38,7 +38,8 @@ class Delivery(NamedTuple):
     """An Arrow IPC message, complete and in order.
 
     Its body is either packed, in `body` as the transport delivered it, or lies at `addresses`, which agree with the
-    header. Both are None for a message without a body.
+    header. Both are None for a message without a body. `frees_messages` says whether a body by address is given back by
+    the number of its message.
     """
 
     sequence: int
@@ -46,6 +47,7 @@ class Delivery(NamedTuple):
     parsed: Header
     body: Buffer | None = None
     addresses: AddressList | None = None
+    frees_messages: bool = False
 
     @property
     def largest_body(self) -> int:
@@ -54,12 +56,14 @@ class Delivery(NamedTuple):
 
     @property
     def leased(self) -> tuple[int, ...]:
-        """Return the addresses that must be given back. A packed body has none."""
-        return () if self.addresses is None else self.addresses.leased
+        """Return the addresses, or the number of the message, that must be given back. A packed body has none."""
+        if self.addresses is None:
+            return ()
+        return (self.sequence,) if self.frees_messages else self.addresses.leased
 
     @property
     def lease_count(self) -> int:
-        """Return the number of addresses that must be given back."""
+        """Return the length of `leased`."""
         return len(self.leased)
 
     def accept(self, visitor: DeliveryVisitor[T]) -> T:
@@ -112,15 +116,16 @@ class SharedBatches(NamedTuple):
     """Record batches of one layout, numbered from `sequence` on, each with its body in one piece of shared memory.
 
     `headers` is an array with a row for each flatbuffer. `body_at` and `body_length` are the address and the length of
-    each packed body. `leased` holds all addresses that must be given back.
+    each packed body. `addresses` holds the addresses of all buffers that have bytes.
     """
 
     sequence: int
     headers: Bytes
     body_at: Uint64s
     body_length: Uint64s
-    leased: Uint64s
+    addresses: Uint64s
     parsed: Header
+    frees_messages: bool = False
 
     @property
     def largest_body(self) -> int:
@@ -128,9 +133,16 @@ class SharedBatches(NamedTuple):
         return int(self.body_length.max())
 
     @property
+    def leased(self) -> Uint64s:
+        """Return the addresses, or the numbers of the messages, that must be given back."""
+        if not self.frees_messages:
+            return self.addresses
+        return self.sequence + np.arange(len(self.headers), dtype=np.uint64)
+
+    @property
     def lease_count(self) -> int:
-        """Return the number of addresses that must be given back."""
-        return len(self.leased)
+        """Return the length of `leased`."""
+        return len(self.headers) if self.frees_messages else len(self.addresses)
 
     def accept(self, visitor: DeliveryVisitor[T]) -> T:
         """Call `visitor.shared`, and return its result."""
@@ -144,7 +156,8 @@ class SharedBatches(NamedTuple):
             offsets, lengths = buffer_extents(header, parsed)
             start = int(self.body_at[index])
             addresses = tuple(start + offset if length else 0 for offset, length in zip(offsets, lengths, strict=True))
-            yield Delivery(self.sequence + index, header, parsed, None, AddressList(addresses, lengths))
+            placed = AddressList(addresses, lengths)
+            yield Delivery(self.sequence + index, header, parsed, None, placed, self.frees_messages)
 
 
 #: Arrow IPC messages, one or more, that are complete and in order.

@@ -45,6 +45,7 @@ class Receiver:
         max_metadata: Most bytes of the metadata of one message.
         max_waiting_bytes: Most bytes of bodies that wait for their turn, however many messages that are.
         max_waiting_metadata: Most bytes of metadata that wait for their turn.
+        frees_messages: Whether bodies by address are given back by the numbers of their messages.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Receiver:
         max_metadata: int = MAX_METADATA,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         max_waiting_metadata: int = MAX_WAITING_METADATA,
+        frees_messages: bool = False,
     ) -> None:
         self._machine = Machine(Side.RECEIVER)
+        self._frees_messages = frees_messages
         self._max_metadata = max_metadata
         self._max_waiting_bytes = max_waiting_bytes
         self._max_waiting_metadata = max_waiting_metadata
@@ -77,15 +80,17 @@ class Receiver:
         self._spare_taken = False  # whether an empty body for the schema has arrived
 
     @classmethod
-    def with_limits(cls, max_metadata: int, max_body: int) -> Receiver:
+    def with_limits(cls, max_metadata: int, max_body: int, frees_messages: bool = False) -> Receiver:
         """Return a receiver of a stream that was requested already.
 
         Args:
             max_metadata: Most bytes of the metadata of one message. Also the most bytes of metadata that wait for their
                 turn, but at least MAX_WAITING_METADATA.
             max_body: Most bytes of bodies that wait for their turn, but at least MAX_WAITING_BYTES.
+            frees_messages: Whether bodies by address are given back by the numbers of their messages.
         """
-        receiver = cls(max_metadata, max(MAX_WAITING_BYTES, max_body), max(MAX_WAITING_METADATA, max_metadata))
+        max_waiting = max(MAX_WAITING_BYTES, max_body), max(MAX_WAITING_METADATA, max_metadata)
+        receiver = cls(max_metadata, *max_waiting, frees_messages)
         receiver._machine.move(Move.WANT, LocalProtocolError)
         return receiver
 
@@ -245,7 +250,7 @@ class Receiver:
             or not self._is_new(run.length)
         ):
             return None
-        batches = recognize(run, self.sequence)
+        batches = recognize(run, self.sequence, self._frees_messages)
         if batches is not None:
             self._check_buffers(batches.headers[0].tobytes(), batches.parsed, self.sequence)
             self.sequence = end
@@ -326,7 +331,7 @@ class Receiver:
         self.sequence = sequence + 1
         if self.sequence == self._count:
             self._machine.move(Move.DELIVERED, RemoteProtocolError)
-        return Delivery(sequence, header, parsed, body, addresses)
+        return Delivery(sequence, header, parsed, body, addresses, self._frees_messages)
 
     def _check_buffers(self, header: bytes, parsed: Header, sequence: int) -> None:
         """Check that the next message has as many buffers as the schema needs. libarrow ignores surplus buffers."""

@@ -8,7 +8,7 @@ URIs have `request=1` also accept this identifier:
     the ticket
     JSON     one object with any of {"keep": true}, {"ahead": true}, {"part": id}, {"streams": "metadata" or "bodies"},
              {"columns": [names]} or {"fields": [indices]}, {"batches": [first, stop]}, {"rows": ROWS},
-             {"traceparent": W3C trace context}
+             {"frees": "messages"}, {"traceparent": W3C trace context}
 
 With "keep", the server waits for another request on the connection after the stream. Clients that do not know requests
 often read until the server closes the connection.
@@ -26,6 +26,9 @@ may leave out batches without a matching row, and sends the others whole. A serv
 refuses with `FilterRefused`.
 
 If a selected column or field does not exist, the server answers with the whole schema, and then gives the reason.
+
+"frees" needs a server whose URI has `frees=messages`. The client then frees the numbers of messages in place of
+addresses.
 
 "traceparent" needs a server whose URI has `trace=1`.
 """
@@ -52,6 +55,8 @@ REQUEST_MAGIC = b"DISSREQ\x01"
 REQUEST_PARAMETER = ("request", "1")
 #: URI parameter of servers that support selections of rows in them, too.
 FILTER_PARAMETER = ("filter", "1")
+#: URI parameter of servers whose clients may free messages by number, and the member of a request that says so.
+FREES_PARAMETER = ("frees", "messages")
 #: URI parameter of servers that support trace contexts in them, too.
 TRACE_PARAMETER = ("trace", "1")
 #: URI parameter of live streams whose batches may have a note of missed batches.
@@ -171,6 +176,7 @@ class Request:
         keep: Whether another request may follow on the connection.
         reads_others_first: Whether the client may take nothing for a long time, because it reads other streams first.
         part: The id of the requested publication; None for the current one with this ticket.
+        frees_messages: Whether the client frees messages by number, and not their addresses.
         traceparent: The trace context of the client, if it has sent a valid one.
     """
 
@@ -180,6 +186,7 @@ class Request:
     keep: bool = False
     reads_others_first: bool = False
     part: str | None = None
+    frees_messages: bool = False
     traceparent: str | None = None
 
     @classmethod
@@ -194,6 +201,9 @@ class Request:
         ticket, members = _split(identifier)
         traceparent, keep = members.pop(TRACEPARENT, None), members.pop("keep", False)
         reads_others_first, part = members.pop("ahead", False), members.pop("part", None)
+        frees_messages = "frees" in members
+        if members.pop(*FREES_PARAMETER) != FREES_PARAMETER[1]:
+            raise _unreadable()
         try:
             rows = RowSelection.parse(members.pop("rows")) if "rows" in members else None
             streams = _STREAMS[members.pop("streams")] if "streams" in members else None
@@ -213,6 +223,7 @@ class Request:
             keep,
             reads_others_first,
             part,
+            frees_messages,
             traceparent if is_traceparent(traceparent) else None,
         )
 

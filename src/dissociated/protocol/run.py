@@ -47,8 +47,10 @@ def encode(sequence: int, header: bytes, bodies: Sequence[Buffer]) -> Run:
     )
 
 
-def recognize(run: Run, sequence: int) -> PackedBatches | SharedBatches | None:
+def recognize(run: Run, sequence: int, frees_messages: bool = False) -> PackedBatches | SharedBatches | None:
     """Return the record batches of `run`, the first of which must have the number `sequence`.
+
+    `frees_messages` says whether bodies by address are given back by the numbers of their messages.
 
     Returns:
         The batches with their packed bodies or addresses; None if they cannot be recognized together.
@@ -74,7 +76,8 @@ def recognize(run: Run, sequence: int) -> PackedBatches | SharedBatches | None:
     body_length = _uint64s(headers[:, parsed.body_length_at : parsed.body_length_at + 8])[:, 0]
     if kind is BodyKind.ADDRESSES:
         buffers = _uint64s(headers[:, parsed.buffers_at : parsed.buffers_at + 16 * parsed.buffer_count])
-        return _shared(run, sequence, headers, parsed, body_length, buffers)
+        shared = _shared(run, sequence, headers, parsed, body_length, buffers)
+        return None if shared is None else shared._replace(frees_messages=frees_messages)
     if (body_length != run.tagged_size).any():
         return None
     return PackedBatches(sequence, headers, parsed, run.tagged)

@@ -34,10 +34,13 @@ class StreamRequested(NamedTuple):
     tag: int
 
 
-class AddressesFreed(NamedTuple):
-    """A client sent free_data: it no longer needs these addresses. An address that was sent twice is freed twice."""
+class MemoryFreed(NamedTuple):
+    """A client sent free_data: it no longer needs the memory at these addresses, or of the messages with these numbers.
 
-    addresses: tuple[int, ...]
+    An address that was sent twice is freed twice.
+    """
+
+    freed: tuple[int, ...]
 
 
 class Body(NamedTuple):
@@ -90,7 +93,7 @@ class Sender:
         """Return the state of this stream."""
         return self._machine.state
 
-    def receive(self, arrived: Incoming | Run) -> StreamRequested | AddressesFreed:
+    def receive(self, arrived: Incoming | Run) -> StreamRequested | MemoryFreed:
         """Interpret a message of the client.
 
         Raises:
@@ -125,7 +128,7 @@ class Sender:
             return StreamRequested(request, self.streams, tag)
         if tag == self._tags.free_data:
             self._machine.move(Move.FREE, RemoteProtocolError)
-            return AddressesFreed(parse_free(body))
+            return MemoryFreed(parse_free(body))
         raise RemoteProtocolError(f"the client sent a message with the unknown tag {tag:#018x}", rule="client-tags")
 
     def send(self, header: bytes, body: Body | None) -> list[Message]:

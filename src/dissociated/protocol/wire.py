@@ -24,7 +24,8 @@ then, for each buffer of the message in order, its address and its length. We se
 A peer may send an address with the length 0; the client gives it back like any other. A peer's total may include
 padding.
 
-A free_data list holds one or more addresses that the client no longer needs. A 0 in it has no meaning.
+A free_data list holds one or more addresses that the client no longer needs. A 0 in it has no meaning. If both sides
+have agreed on that, it holds numbers of messages instead, which are not truncated.
 """
 
 from __future__ import annotations
@@ -227,19 +228,19 @@ def _padded(length: int) -> int:
     return length + -length % _MOST_ALIGNED
 
 
-def encode_free(addresses: Sequence[int]) -> bytes:
+def encode_free(freed: Sequence[int]) -> bytes:
     """Encode the body of a free_data message ("one or more unsigned, little-endian 64-bit integers").
 
     Raises:
-        LocalProtocolError: `addresses` is empty.
+        LocalProtocolError: `freed` is empty.
     """
-    if not addresses:
+    if not freed:
         raise LocalProtocolError("a free_data message needs at least one address")
-    return _uint64s(len(addresses)).pack(*addresses)
+    return _uint64s(len(freed)).pack(*freed)
 
 
 def parse_free(body: bytes) -> tuple[int, ...]:
-    """Parse the addresses in the body of a free_data message.
+    """Parse the addresses, or the numbers of messages, in the body of a free_data message.
 
     Raises:
         RemoteProtocolError: The body is empty, or its length is no multiple of 8.

@@ -36,10 +36,11 @@ from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
 
+#: Seconds in which a client must take the rest of a message, or it does not learn why its stream ends.
+TELL_TIMEOUT = 0.5
 _ACCEPT_RETRY_DELAY = 0.2  # seconds, before the next try to accept
 _DRAIN_INTERVAL = 0.05  # seconds between two polls of the streams in progress, since their end notifies nobody
 _REFUSAL = "the server accepts no clients now: try again later"
-_TELL_TIMEOUT = 0.5  # seconds; a client that takes nothing for longer may not learn why its stream ends
 _REPORT_INTERVAL = 5.0  # seconds between two calls that report which connections a server waits for
 
 
@@ -105,7 +106,7 @@ class Connections:
 
     def interrupt(self) -> None:
         """End every connection, whatever its state. Streams that are being sent have a moment to tell the reason."""
-        self._admission.end_streams(_TELL_TIMEOUT)
+        self._admission.end_streams(TELL_TIMEOUT)
         with self._lock:
             connections = [*self._threads]
         for connection in connections:

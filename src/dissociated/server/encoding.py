@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,8 +40,8 @@ class MessageGroup(NamedTuple):
     first: int
     #: The number of messages.
     message_count: int
-    #: The addresses that the messages lease to the client.
-    addresses: Sequence[int]
+    #: The addresses that the messages lease to the client, by the number of the message.
+    leased: Mapping[int, Sequence[int]]
     #: The number of (address, length) pairs in the bodies, pairs of empty buffers included.
     pairs: int
     #: The total length of the bodies, in bytes.
@@ -107,7 +107,7 @@ def encode_groups(
         start += group.message_count
         number += 1
     if unsent is not None:
-        yield MessageGroup(connection.prepare([unsent]), first + start, 0, (), 0, 0, 0)
+        yield MessageGroup(connection.prepare([unsent]), first + start, 0, {}, 0, 0, 0)
 
 
 def _checked(dataset: StaticDataset, encode: Callable[[], MessageGroup]) -> MessageGroup:
@@ -153,14 +153,14 @@ def _encode(
     sender = Sender.before_request(streams, first)
     sends_bodies = bool(streams & Streams.BODIES)
     outgoing: list[Message] = [] if unsent is None else [unsent]
-    leased: list[int] = []
+    leased: dict[int, tuple[int, ...]] = {}
     pairs = 0
     group = take(start)
     for message in group:
         body = None
         if message.extents is not None and message.parsed.body_length > max_inline:
             body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
-            leased += (address for address, length in message.extents if length)
+            leased[sender.sequence] = tuple(address for address, length in message.extents if length)
             pairs += len(message.extents)
         elif message.packed is not None:
             body = Body(BodyKind.PACKED, message.packed)
@@ -169,9 +169,9 @@ def _encode(
     nbytes = sum(message.parsed.body_length for message in group) if sends_bodies else 0
     ends = (address + length for message in group for address, length in message.extents or ())
     end = max(ends, default=0) if max_inline < _UNLIMITED else 0
-    addresses, pairs = (leased, pairs) if sends_bodies else ((), 0)
+    leased, pairs = (leased, pairs) if sends_bodies else ({}, 0)
     encoded = connection.prepare(outgoing)
-    return MessageGroup(encoded, first, len(group), addresses, pairs, nbytes, end, unsent)
+    return MessageGroup(encoded, first, len(group), leased, pairs, nbytes, end, unsent)
 
 
 def _take(messages: Sequence[StaticMessage], max_bytes: int, start: int) -> Sequence[StaticMessage]:

@@ -11,7 +11,13 @@ from dissociated.datasets.base import Dataset
 from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.remote import with_spans
-from dissociated.protocol.request import FILTER_PARAMETER, MISSED_PARAMETER, REQUEST_PARAMETER, TRACE_PARAMETER
+from dissociated.protocol.request import (
+    FILTER_PARAMETER,
+    FREES_PARAMETER,
+    MISSED_PARAMETER,
+    REQUEST_PARAMETER,
+    TRACE_PARAMETER,
+)
 from dissociated.protocol.wire import Streams
 from dissociated.server.requests import FREE_DATA, want_tag
 from dissociated.transport.base import Listener
@@ -74,6 +80,10 @@ class Endpoints(OwnLocations):
         ]
         return [*on_device, *on_host]
 
+    def are_fixed(self, dataset: Dataset) -> bool:
+        """Return whether the locations of `dataset` stay as they are, because none has addresses of its memory."""
+        return dataset.device_segment is None and not any(listener.exposes_memory for listener in self._listeners)
+
     def _text(self, listener: Listener, dataset: Dataset, packed: bool) -> str:
         if listener.exposes_memory:  # the location of each dataset has its memory
             return str(self._location(listener, dataset, Streams.BOTH, packed))
@@ -93,7 +103,12 @@ class Endpoints(OwnLocations):
                         path=listener.uri.path,
                         want_data=tag,
                         free_data=FREE_DATA,
-                        parameters={**listener.uri.parameters, **self._parameters, DEVICE: segment.device.identity},
+                        parameters={
+                            **listener.uri.parameters,
+                            **self._parameters,
+                            **dict([FREES_PARAMETER]),
+                            DEVICE: segment.device.identity,
+                        },
                     ),
                     [segment.span],
                 )
@@ -137,6 +152,8 @@ class Endpoints(OwnLocations):
         )
         if by_address and transport(uri.scheme).shares_memory:
             located = located.with_parameters(**{PACKED: str(want_tag(streams, True))})
+        if located.free_data is not None:
+            located = located.with_parameters(**dict([FREES_PARAMETER]))
         if dataset is not None and dataset.notes_missed:
             located = located.with_parameters(**dict([MISSED_PARAMETER]))
         if regions:

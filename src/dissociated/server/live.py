@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -91,8 +92,8 @@ class _LiveMemorySending(Sending):
             self._connection.memory.share(region.descriptor, region.base, region.size, region.backing)
 
     def _lease(self, extents: Sequence[tuple[int, int]]) -> None:
-        """Record that the client holds a lease of each address from now on."""
-        self._hold([address for address, length in extents if length], len(extents))
+        """Record that the client holds a lease of each address of the next message from now on."""
+        self._hold({self._sender.sequence: _addresses_of(extents)}, len(extents))
 
 
 class StreamedSending(_LiveMemorySending):
@@ -207,8 +208,8 @@ class _Encoding(NamedTuple):
     nbytes: int
     #: The regions that must be shared with the client before.
     regions: Sequence[LiveRegion]
-    #: The addresses that are leased to the client.
-    leased: Sequence[int]
+    #: The addresses that are leased to the client, by the number of the message.
+    leased: Mapping[int, Sequence[int]]
     #: The number of (address, length) pairs in the bodies, pairs of empty buffers included.
     pairs: int
     #: The addresses of bodies that the client is not sent.
@@ -381,7 +382,7 @@ class BroadcastSending(_LiveMemorySending):
             encoding = self._encode_once(consumer, items, encodings)
             for region in encoding.regions:
                 self._share(region)
-            if encoding.pairs:
+            if encoding.leased:
                 self._hold(encoding.leased, encoding.pairs)
             unsent = encoding.unsent
             if encodings is None:
@@ -393,7 +394,7 @@ class BroadcastSending(_LiveMemorySending):
             return encoding.messages, encoding.nbytes
         except ConnectionClosed:
             if unsent is not None and self._connection.written == written:
-                self._ledger.release(encoding.leased)  # no byte was sent, so the client will never free these
+                self._ledger.withdraw(encoding.leased)  # no byte was sent, so the client will never free these
                 unsent = None
             raise
         finally:
@@ -415,24 +416,19 @@ class BroadcastSending(_LiveMemorySending):
         first = self._sender.sequence
         projected = [item for item in map(self._dataset.project, items) if item is not None]
         noted = self._note_missed(consumer, projected)
-        extents: list[tuple[int, int]] = []
-        regions: list[LiveRegion] = []
-        for item in noted:
-            if self._goes_by_address(item):
-                assert item.region is not None
-                extents += item.extents
-                regions.append(item.region)
-        leased = [address for address, length in extents if length]
+        by_address = [item for item in noted if self._goes_by_address(item)]
+        leased: dict[int, Sequence[int]] = {}
+        encoded = self._encode_together(noted, partial(self._body, leased))
         return _Encoding(
-            self._encode_together(noted, self._body),
+            encoded,
             items,
             self._sender.sequence - first,
             sum([item.messages for item in items]),
             sum([item.nbytes for item in noted]),
-            regions,
+            [item.region for item in by_address if item.region is not None],
             leased,
-            len(extents),
-            _addresses(items).difference(leased),
+            sum([len(item.extents) for item in by_address]),
+            _addresses(items).difference(*leased.values()),
         )
 
     def _note_missed(self, consumer: Consumer, items: Sequence[LiveMessage]) -> Sequence[LiveMessage]:
@@ -450,11 +446,12 @@ class BroadcastSending(_LiveMemorySending):
         is_mapped = item.region is not None and self._mapped and not self._half_closed
         return is_mapped and item.parsed.body_length > (self._limits.inline_limit or 0)
 
-    def _body(self, item: LiveMessage) -> Body | None:
-        """Return the body to send for `item`."""
+    def _body(self, leased: dict[int, Sequence[int]], item: LiveMessage) -> Body | None:
+        """Return the body to send for `item`, the next message, and add its addresses to `leased` if it has any."""
         if item.body is None:
             return None
         if self._goes_by_address(item):
+            leased[self._sender.sequence] = _addresses_of(item.extents)
             return _address_body(item.extents)
         # The region's memory is freed right after sending, and then reused. The body can be sent without a copy only if
         # it lies in no region, or if the connection no longer needs it when the send has returned. To a client that
@@ -466,6 +463,10 @@ class BroadcastSending(_LiveMemorySending):
 
 def _addresses(items: Collection[LiveMessage]) -> set[int]:
     return set().union(*[item.addresses for item in items])
+
+
+def _addresses_of(extents: Sequence[tuple[int, int]]) -> list[int]:
+    return [address for address, length in extents if length]
 
 
 def _address_body(extents: Sequence[tuple[int, int]]) -> Body:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,11 @@ from dissociated.datasets.static import StaticDataset
 from dissociated.datasets.static_message import SharedSegment, StaticMessage
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, SourceError
 from dissociated.memory.device.segment import DeviceSegment
-from dissociated.memory.leases import Ledger
+from dissociated.memory.leases import AddressLedger, Ledger, MessageLedger
 from dissociated.memory.shared import Backing
 from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.sender import AddressesFreed, Body, Sender
+from dissociated.protocol.sender import Body, MemoryFreed, Sender
 from dissociated.protocol.wire import BodyKind, Streams, encode_addresses
 from dissociated.server.admission import Admission, Limits
 from dissociated.server.encoding import encode_groups
@@ -46,6 +46,8 @@ class ClientRequest:
     packed: bool
     #: Whether the client accepts addresses on a device.
     on_device: bool
+    #: Whether the client frees messages by number, and not their addresses.
+    frees_messages: bool
 
 
 class Sending(ABC):
@@ -62,7 +64,7 @@ class Sending(ABC):
         self._stats = client.stats
         self._streams = client.streams
         self._by_address = not client.packed and bool(client.streams & Streams.BODIES)
-        self._ledger = Ledger()
+        self._ledger: Ledger = MessageLedger() if client.frees_messages else AddressLedger()
         self._half_closed = False  # whether the client has ended its side, and so can free nothing
         client.stats.leases = self._ledger
 
@@ -85,7 +87,7 @@ class Sending(ABC):
             incoming = self._receive(timeout)
             if incoming is None:
                 if self._connection.shares_memory and not self._half_closed and self._connection.arrived():
-                    raise ConnectionClosed(f"the client disconnected while it held {len(self._ledger)} addresses")
+                    raise ConnectionClosed(f"the client disconnected while it held {len(self._ledger)} leases")
                 if self._connection.shares_memory and not self.holds_live_memory:  # for live memory, the caller waits
                     self._wait_disconnected(timeout)
                 return
@@ -125,18 +127,20 @@ class Sending(ABC):
         Args:
             disconnected: Whether the client is known to be gone. Otherwise memory that it may still map is not reused.
         """
-        self._ledger.release_all()
+        self._ledger.clear()
 
     def _on_freed(self, addresses: Collection[int]) -> None:
         """Handle addresses that the client has freed."""
 
-    def _hold(self, addresses: Collection[int], pairs: int) -> None:
-        """Record the lease of addresses that are about to be sent, in `pairs` pairs of an address and a length.
+    def _hold(self, leased: Mapping[int, Sequence[int]], pairs: int) -> None:
+        """Record the lease of messages that are about to be sent.
+
+        `leased` has their addresses, by number, which are sent in `pairs` pairs of an address and a length.
 
         The client may free everything that it holds in one message, even while this side sends. So the limit on the
         length of its messages is raised first.
         """
-        self._ledger.hold(addresses, pairs - len(addresses))
+        self._ledger.hold(leased, pairs - sum(map(len, leased.values())))
         self._connection.limit_tagged(max_message(self._ledger.max_freed))
 
     def _receive(self, timeout: float) -> Incoming | Run | None:
@@ -165,8 +169,8 @@ class Sending(ABC):
     def _freed_by(self, incoming: Incoming | Run) -> list[int]:
         """Return the addresses that the client no longer holds, according to this message."""
         event = self._sender.receive(incoming)
-        assert isinstance(event, AddressesFreed)  # the protocol's state table allows no other event now
-        return self._ledger.release(event.addresses)
+        assert isinstance(event, MemoryFreed)  # the protocol's state table allows no other event now
+        return self._ledger.release(event.freed)
 
     def _client_ended(self) -> None:
         """Handle the end of the client's side of the connection.
@@ -253,7 +257,7 @@ class StaticSending(Sending):
         for group in groups:
             if growing_segment is not None:
                 growing_segment.wait(group.end)
-            self._hold(group.addresses, group.pairs)  # before sending, since part of an aborted group may have arrived
+            self._hold(group.leased, group.pairs)  # before sending, since part of an aborted group may have arrived
             if is_modifiable:
                 self._dataset.check_unchanged()
             try:
@@ -283,7 +287,8 @@ class DeviceSending(Sending):
             body = Body(BodyKind.PACKED, ()) if message.parsed.has_body else None
             if extents is not None:
                 body = Body(BodyKind.ADDRESSES, (encode_addresses(extents),))
-                self._hold([address for address, length in extents if length], len(extents))
+                leased = [address for address, length in extents if length]
+                self._hold({self._sender.sequence: leased}, len(extents))
             with self._stats.sending(self._connection, message.parsed.body_length):
                 self._connection.send(self._sender.send(message.header, body), self._limits.stall_timeout)
             self._stats.messages += 1

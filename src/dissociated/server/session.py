@@ -155,6 +155,7 @@ class Session:
             request.streams,
             packed=wants_packed(request.tag),
             on_device=_may_be_on_device(request),
+            frees_messages=request.request.frees_messages,
         )
 
     def _send_stream(self, sending: Sending, published: Dataset) -> None:

@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 
 from dissociated.client.client import Client
 from dissociated.control.commit import Commit
-from dissociated.errors import DatasetNotFound
+from dissociated.errors import DatasetNotFound, OptionError
 from dissociated.spark.catalog_config import CatalogConfig
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.request import DatasetRequest
@@ -23,16 +23,26 @@ from dissociated.spark.target import WriteTarget, parse_tags
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import commit
 
+_SETTINGS = ("catalog", "token_file", "tls_roots", "wait")
+
+
+def _parse_settings(options: Mapping[str, str]) -> CatalogConfig:
+    if unknown := [name for name in options if name not in _SETTINGS]:
+        raise OptionError(
+            f"there is no setting spark.sql.catalog.NAME.{unknown[0]}; after NAME there may be {', '.join(_SETTINGS)}"
+        )
+    return CatalogConfig.parse(options)
+
 
 def tables(options: Mapping[str, str]) -> Sequence[str]:
     """Return the names of all tables. Datasets of tensors are not tables."""
-    with CatalogConfig.parse(options).connect() as client:
+    with _parse_settings(options).connect() as client:
         return [info.name for info in client.list() if info.tensors is None]
 
 
 def table_exists(options: Mapping[str, str], name: str) -> bool:
     """Return whether there is a dataset with this name. It may hold tensors."""
-    with CatalogConfig.parse(options).connect() as client:
+    with _parse_settings(options).connect() as client:
         return name in client
 
 
@@ -53,8 +63,7 @@ def load_table(
     Raises:
         DatasetNotFound: The table exists, and the version is not kept.
     """
-    config = CatalogConfig.parse(options)
-    with config.connect() as client:
+    with _parse_settings(options).connect() as client:
         if name not in client:
             return None
         if timestamp is not None:
@@ -90,7 +99,7 @@ def _kept_versions(versions: Sequence[Mapping[str, Any]]) -> str:
 
 def create_table(options: Mapping[str, str], name: str, schema: str, tags: Mapping[str, str]) -> None:
     """Publish a dataset without rows. `schema` is in Spark's JSON."""
-    target = WriteTarget(CatalogConfig.parse(options), Commit(name, tags=tags))
+    target = WriteTarget(_parse_settings(options), Commit(name, tags=tags))
     commit(target, uuid.uuid4().hex, arrow_schema(StructType.fromJson(json.loads(schema))), ())
 
 
@@ -101,7 +110,7 @@ def merged_tags(tags: Mapping[str, str], added: str) -> str:
 
 def drop_table(options: Mapping[str, str], name: str) -> bool:
     """Drop a table. Return whether it existed."""
-    with CatalogConfig.parse(options).connect() as client:
+    with _parse_settings(options).connect() as client:
         try:
             client.drop(name)
         except DatasetNotFound:

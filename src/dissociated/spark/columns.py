@@ -126,8 +126,8 @@ class ColumnConverter:
         for place, field in self._without_nulls:
             if misplaced_null(arrays[place], field) is not None:
                 raise SourceError(
-                    f"column {field.name!r} has nulls, and its schema says that it has none: name it in "
-                    ".schema('...'), which allows them"
+                    f"column {field.name!r} has nulls, and its schema says that it has none: declare a schema in "
+                    "which it may be null (for a read, .schema('...'))"
                 )
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
@@ -161,7 +161,7 @@ class ColumnConverter:
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             advice = ""
             if not self._truncate and contains(column.type, _has_nanoseconds):
-                advice = "; microseconds are the finest that Spark has: .option('nanoseconds', 'truncate') cuts them"
+                advice = "; Spark has microseconds: cast the column, or read it with .option('nanoseconds', 'truncate')"
             raise SourceError(
                 f"column {field.name!r} of the type {column.type} has a value that Spark cannot hold as "
                 f"{field.type}: {error}{advice}"

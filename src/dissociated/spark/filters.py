@@ -34,7 +34,7 @@ def parse_filters(text: str) -> Conditions:
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise OptionError(f"the option filters is not JSON: {error}") from None
+        raise OptionError(f'the option filters is not JSON: {error}. Write it like [["dep_delay", ">", 60]]') from None
     return Conditions.parse(plain)
 
 

@@ -157,7 +157,9 @@ class _MappedFunction:
     def _results(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         results = self._function(batches)
         if not isinstance(results, Iterator):
-            raise SourceError(f"the function returns {type(results).__name__}, not an iterator of batches")
+            raise SourceError(
+                f"the function returns {type(results).__name__}, not an iterator of batches: yield each batch"
+            )
         return results
 
     def _check(self, results: Iterator[pa.RecordBatch]) -> Generator[pa.RecordBatch, None, None]:

@@ -16,7 +16,7 @@ from dissociated.base.host import machine_memory
 from dissociated.base.tracing import TRACEPARENT, current_traceparent
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.control.commit import Commit
-from dissociated.errors import JarNotMade, PySparkNotFound
+from dissociated.errors import JarNotMade, OptionError, PySparkNotFound
 from dissociated.spark.catalog_config import WAIT, CatalogConfig
 from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home
@@ -188,6 +188,7 @@ def read(
 
     Raises:
         CatalogError: Neither the arguments, the settings nor the environment name the catalog.
+        OptionError: `columns` is a text, not a list.
         Exception: The data source failed; Spark wraps the error in its own exception.
 
     Example:
@@ -197,6 +198,8 @@ def read(
         read(spark, "flights", catalog).groupBy("dest").count().show()
         ```
     """
+    if isinstance(columns, str):
+        raise OptionError(f"columns is a list of names: [{columns!r}]")
     reader = spark.read.format("dissociated").option("catalog", _catalog(spark, catalog).uri).options(**options)
     if columns is not None:
         reader = reader.option("columns", json.dumps([*columns]))

@@ -41,7 +41,15 @@ from dissociated.store.layout import (
     new_id,
     write_id,
 )
-from dissociated.store.manifest import DAMAGE, MANIFEST, decode_manifest, encode_manifest, is_count, read_manifest
+from dissociated.store.manifest import (
+    DAMAGE,
+    MANIFEST,
+    decode_lines,
+    decode_manifest,
+    encode_manifest,
+    is_count,
+    read_manifest,
+)
 from dissociated.store.numbers import Numbers, Removal
 
 _log = logging.getLogger(__name__)
@@ -73,7 +81,7 @@ class SetAside:
         try:
             plain = json.loads(manifest)
         except DAMAGE:
-            plain = None
+            plain = decode_lines(manifest)
         plain = plain if isinstance(plain, dict) else {}
         name = path.name.partition("-")[0]
         serial = int(name) if _SERIAL.fullmatch(name) else plain.get("number")

@@ -300,7 +300,9 @@ def sync(path: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that after a crash it has either all of `content` or its state before. Raises OSError."""
     draft = path.with_name(f"{path.name}.draft")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with suppress(FileNotFoundError):
+        draft.unlink()  # A killed process left it. A link to another file must not be followed.
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         write_parts(descriptor, [content])  # os.write may write less, for example if the file system is full
         os.fsync(descriptor)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import stat
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import pyarrow as pa
 
@@ -24,12 +25,22 @@ _MAX_SECONDS = 1e11  # since the epoch: later dates cannot be shown
 
 
 def encode_manifest(version: Version) -> bytes:
-    """Return the manifest of `version`."""
-    plain = version.to_json()
+    """Return the manifest of `version`. Its first lines tell which version it was, also if the rest is damaged."""
+    plain = {"name": version.name, "version": version.number, **version.to_json()}
     part = plain.pop("part")
     plain |= {name: part[name] for name in ("id", "ticket", "rows", "nbytes")}
     plain |= {"number": version.serial, "staged": version.segments_digest, "format": _MANIFEST_VERSION}
     return json.dumps(plain, indent=1).encode()
+
+
+def decode_lines(manifest: bytes) -> dict[str, Any]:
+    """Return the members of a damaged manifest that can be decoded, each of which has a line of its own."""
+    members: dict[str, Any] = {}
+    for line in manifest.splitlines():
+        if line.startswith(b' "'):  # more spaces are within a member
+            with suppress(*DAMAGE):
+                members |= json.loads(b"{%s}" % line.rstrip(b","))
+    return members
 
 
 def read_manifest(entry: Path) -> bytes:

@@ -315,7 +315,13 @@ class Store(ProcessBound):
             paths = [self._staged_path(name) for name in names]
             if previous is not None:
                 _, place = self._places.find(previous)
-                paths = [*place.files(previous), *paths]
+                kept_paths = place.files(previous)
+                if sum(self._files.open(path).rows for path in kept_paths) != previous.rows:
+                    raise StoreError(
+                        f"{commit.name!r} cannot be appended to: segments of version {previous.number} are missing, or "
+                        "were modified after its commit; put all rows again, with the mode overwrite"
+                    )
+                paths = [*kept_paths, *paths]
             if not paths:
                 if commit.schema is None:
                     raise StoreError(f"the commit of {commit.name!r} has neither segments nor a schema: add the schema")

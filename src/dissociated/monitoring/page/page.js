@@ -174,7 +174,7 @@ function show() {
   const { done, gone, refused, failed } = status.totals;
   write("connections", `ended: ${count(done)} done, ${count(gone)} gone, ${count(refused)} refused, ${count(failed)} failed`);
   write("leases", count(status.leases));
-  write("kept", status.kept ? `${size(status.kept)} held by consumers that were cut off` : "addresses that consumers hold");
+  write("kept", status.kept ? `${size(status.kept)} held by consumers that were cut off` : "messages, or addresses, that consumers hold");
   const store = status.store;
   write("held", store ? size(store.held) : "none");
   const byFileSystem = store && store.free != null ? store.held + store.free : Infinity;

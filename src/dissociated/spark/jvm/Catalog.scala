@@ -31,7 +31,8 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
 
   override def initialize(name: String, settings: CaseInsensitiveStringMap): Unit = {
     catalogName = name
-    options = settings.asScala.toMap
+    // All uses must mean the same catalog, so the option is never absent: if it is empty, Python takes the default.
+    options = Map("catalog" -> "") ++ Source.withDefaultCatalog(settings).asScala
   }
 
   override def name(): String = catalogName
@@ -136,7 +137,8 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
   override def dropTable(table: Identifier): Boolean = callSidecar("drop_table", nameArgument(table)).asBoolean
 
   override def alterTable(table: Identifier, changes: TableChange*): Table =
-    throw new UnsupportedOperationException(s"$table cannot be altered: write it again, or drop it")
+    throw new UnsupportedOperationException(
+      s"$table cannot be altered: replace it by CREATE OR REPLACE TABLE ... AS SELECT, which may read $table itself")
 
   override def renameTable(from: Identifier, to: Identifier): Unit =
     throw new UnsupportedOperationException(s"$from cannot be renamed: write its rows to another table, and drop it")

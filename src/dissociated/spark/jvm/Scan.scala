@@ -77,6 +77,8 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
     conditions: Seq[Seq[Any]])
     extends Scan with Batch with SupportsReportStatistics with SupportsRuntimeV2Filtering {
   private val python = Python.ofDriver()
+  // The version of this scan, even if a temporary view is written meanwhile.
+  private lazy val tableDescription = dataset.description(options)
   private var isStreaming = false
   private var joinConditions = Seq.empty[Seq[Any]]
   private var cachedPlan: Option[JsonNode] = None
@@ -92,7 +94,7 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
     val rows = if (limit == Long.MaxValue) "" else s", limit $limit"
     // Spark also describes plans for its logs, so an error of planning must not appear before the query runs.
     val plan =
-      Try(s"version ${dataset.description(options).get("version").asText}, partitions ${planInputPartitions().length}")
+      Try(s"version ${tableDescription.get("version").asText}, partitions ${planInputPartitions().length}")
     s"dissociated ${options.get("path")}, ${plan.getOrElse("not planned")}, " +
       s"columns [${columns.fieldNames.mkString(", ")}], pushed filters [${filters.mkString(", ")}]$rows"
   }
@@ -108,14 +110,12 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
     if (isStreaming) Scan.ColumnarSupportMode.PARTITION_DEFINED else Scan.ColumnarSupportMode.SUPPORTED
 
   override def estimateStatistics(): Statistics = {
-    val description = dataset.description(options)
     new Statistics {
       override def numRows(): OptionalLong = number("rows", 1)
-      override def sizeInBytes(): OptionalLong =
-        number("nbytes", columnShare)
+      override def sizeInBytes(): OptionalLong = number("nbytes", columnShare)
 
       private def number(name: String, fraction: Double) =
-        if (description.has(name)) OptionalLong.of((description.get(name).asLong * fraction).toLong)
+        if (tableDescription.has(name)) OptionalLong.of((tableDescription.get(name).asLong * fraction).toLong)
         else OptionalLong.empty
     }
   }
@@ -136,8 +136,8 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
 
   private def plan: JsonNode = cachedPlan.getOrElse {
     cachedPlan = Some(Sidecar.of(python).call("plan", "options" -> options, "schema" -> dataset.schema.json,
-      "columns" -> columns.json, "version" -> dataset.description(options).get("version").asLong,
-      "lineage" -> dataset.description(options).get("lineage").asText,
+      "columns" -> columns.json, "version" -> tableDescription.get("version").asLong,
+      "lineage" -> tableDescription.get("lineage").asText,
       "conditions" -> (conditions ++ joinConditions), "share" -> columnShare,
       "tasks" -> SparkContext.getOrCreate().defaultParallelism))
     cachedPlan.get

@@ -61,8 +61,8 @@ final class ArraySlice(data: ArrayData, regions: RegionAddresses, val column: St
    */
   def requireNoNulls(isNull: Int => Boolean): Unit =
     Loop.over(length)(row => if (isNull(row) && reachable(row)) throw Failure(
-      s"column '$column' has nulls, and its schema says that it has none: name it in .schema('...'), which allows " +
-        "them"))
+      s"column '$column' has nulls, and its schema says that it has none: declare a schema in which it may be null " +
+        "(for a read, .schema('...'))"))
 
   /** Return values of a child array. */
   def child(index: Int, from: Int, length: Int, reachable: Int => Boolean): ArraySlice =

@@ -55,6 +55,8 @@ _region = struct.Struct("<QQQ")
 _credentials = struct.Struct("3i")  # struct ucred { pid, uid, gid }
 _DESCRIPTOR = array.array("i").itemsize
 _MAX_DESCRIPTORS = 253  # most descriptors that the kernel sends at once
+_ANCILLARY_SIZE = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR)
+_TRUNCATED = int(socket.MSG_CTRUNC)  # `&` with the member of the enumeration takes ten times as long
 _PATH_MAX = 107  # struct sockaddr_un
 _MAX_ADDRESS = (1 << 64) - 1
 _SHARE_TIMEOUT = 60.0  # seconds
@@ -157,13 +159,12 @@ class ShmConnection(SocketConnection, RemoteMemory):
     def _receive_into(self, memory: memoryview) -> int:
         if self._accepted:  # clients share no memory; the kernel drops a descriptor that a client sends
             return super()._receive_into(memory)
-        space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR)
-        count, ancillary, flags, _ = self._socket.recvmsg_into([memory], space, socket.MSG_CMSG_CLOEXEC)
+        count, ancillary, flags, _ = self._socket.recvmsg_into([memory], _ANCILLARY_SIZE, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 whole = len(data) - len(data) % _DESCRIPTOR
                 self._descriptors.extend(array.array("i", data[:whole]))
-        if flags & socket.MSG_CTRUNC:
+        if flags & _TRUNCATED:
             raise TransportError(
                 f"{self.peer} shared memory, but its descriptor was lost: this process has too many open "
                 "(raise ulimit -n), or was sent too many at once"
