@@ -21,7 +21,7 @@ import dissociated as dis
 from dissociated.errors import SourceError
 from dissociated.spark import create_dataframe, map_in_arrow, read, to_arrow, to_pandas, to_polars
 from support.helpers import wait_until
-from support.jvm import executed_plan, jvm
+from support.jvm import evict_cached_data, executed_plan, jvm
 
 from .conftest import IN_JVM
 from .test_datasource import NATIVE
@@ -97,6 +97,53 @@ def test_to_arrow_copies_columns_if_the_plan_ends_in_columns(spark: SparkSession
     assert found == dense.toArrow()
 
 
+@pytest.mark.skipif(IN_JVM == "false", reason="Spark's own toArrow stands in")
+def test_to_arrow_of_cached_data_is_that_of_spark(spark: SparkSession) -> None:
+    """A cached batch of a column holds its values, their runs, an index of few values, or differences of numbers."""
+    columns = NATIVE | {
+        # Spark's own toArrow refuses a null struct whose fields are not nullable.
+        "record": "named_struct('x', nullif(id % 5, 0), 'y', nullif(concat('y', id), 'y1'))",
+        "i8": "CAST(id % 100 AS TINYINT)",
+        "runs": "concat('v', id div 50)",
+        "few": "concat('v', id % 3)",
+        "few_i32": "CAST(id % 3 * 70000 AS INT)",
+        "first_few_i32": "IF(id < 100, CAST(id % 3 * 70000 AS INT), CAST(id * 7919 AS INT))",
+        "first_few_i64": "IF(id < 100, id % 3 * 70000, id * 7919)",
+        "cents": "CAST(id % 100 / 4 AS DECIMAL(5, 2))",
+        "price": "CAST(id * 1000000.01 AS DECIMAL(15, 2))",
+        "collated": "concat('V', id % 3) COLLATE UTF8_LCASE",
+    }
+    # Nulls begin and end the second batch, and are all of the third. The last batch is shorter.
+    is_null = "id div 100 = 1 AND id % 7 > 1 OR id div 100 = 2"
+    values = [f"IF({is_null}, NULL, {value}) AS {name}" for name, value in columns.items()]
+    spark.conf.set("spark.sql.inMemoryColumnarStorage.batchSize", 100)
+    df = spark.range(0, 430, numPartitions=1).selectExpr("id", *values).cache()
+    try:
+        found = to_arrow(df)
+        found.validate(full=True)
+        assert found == df.toArrow()
+        assert to_arrow(df.select("few", "id", "text")) == found.select(["few", "id", "text"])
+        assert to_arrow(df.select()).num_rows == 430
+        assert to_arrow(df.where("id < 20")) == found.slice(0, 20)
+    finally:
+        df.unpersist()
+        spark.conf.unset("spark.sql.inMemoryColumnarStorage.batchSize")
+
+
+@pytest.mark.skipif(IN_JVM == "false", reason="Spark's own toArrow stands in")
+@pytest.mark.usefixtures("plans")
+def test_to_arrow_of_cached_data_does_not_depend_on_the_cache(spark: SparkSession) -> None:
+    """Spark caches the partitions of a shuffle, most of which are empty, and computes evicted partitions again."""
+    numbers = spark.range(0, 100, numPartitions=1).selectExpr("id", "concat('v', id % 3) AS text")
+    df = numbers.repartition(6, "text").cache()
+    found = to_arrow(df)
+    assert found.sort_by("id").to_pydict() == {"id": [*range(100)], "text": [f"v{id % 3}" for id in range(100)]}
+    evict_cached_data(spark)
+    assert to_arrow(df) == found
+    df.unpersist()
+    assert to_arrow(df) == found == df.toArrow()
+
+
 def output_rows(df: DataFrame) -> dict[str, int]:
     """Return the number of rows that each operator of the last execution of `df` has reported."""
     found, plans = {}, [executed_plan(df)]
@@ -136,15 +183,16 @@ def test_batches_of_columns_with_large_values_are_small(spark: SparkSession, tmp
         "id", "IF(id < 1000, NULL, CAST(REPEAT(CAST(id AS STRING), 700000) AS BINARY)) AS value"
     )
     values.write.parquet(str(tmp_path / "values"))
-    df = spark.read.parquet(str(tmp_path / "values"))
-    found = to_arrow(df)
-    assert found["id"].to_pylist() == [*range(1_010)]
-    for row, value in enumerate(found["value"]):
-        assert (value.as_py() == str(row).encode() * 700_000) if row >= 1_000 else not value.is_valid
-    assert max(batch.nbytes for batch in found.to_batches()) < (8 << 20) + 3_000_000
-    sizes = to_arrow(map_in_arrow(df, sizes_of_batches, "size long, rows long")).to_pydict()
-    assert sum(sizes["rows"]) == 1_010
-    assert max(sizes["size"]) < (8 << 20) + 3_000_000
+    for df in (spark.read.parquet(str(tmp_path / "values")), values.cache()):
+        found = to_arrow(df)
+        assert found["id"].to_pylist() == [*range(1_010)]
+        for row, value in enumerate(found["value"]):
+            assert (value.as_py() == str(row).encode() * 700_000) if row >= 1_000 else not value.is_valid
+        assert max(batch.nbytes for batch in found.to_batches()) < (8 << 20) + 3_000_000
+        sizes = to_arrow(map_in_arrow(df, sizes_of_batches, "size long, rows long")).to_pydict()
+        assert sum(sizes["rows"]) == 1_010
+        assert max(sizes["size"]) < (8 << 20) + 3_000_000
+    values.unpersist()
 
 
 def sizes_of_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -30,3 +30,9 @@ def java_process(spark: SparkSession) -> subprocess.Popen[bytes]:
 def executed_plan(df: DataFrame) -> Any:
     """Return the physical plan that Spark executes for `df`."""
     return df._jdf.queryExecution().executedPlan()
+
+
+def evict_cached_data(spark: SparkSession) -> None:
+    """Remove all cached partitions of all DataFrames, as Spark does if it needs the memory."""
+    for identifier in spark.sparkContext._jsc.getPersistentRDDs():
+        spark.sparkContext._jsc.sc().unpersistRDD(identifier, True)

@@ -2,7 +2,7 @@ package org.apache.spark.sql.dissociated
 
 import scala.util.Try
 
-import org.apache.spark.sql.catalyst.expressions.SpecializedGetters
+import org.apache.spark.sql.catalyst.expressions.{SpecializedGetters, UnsafeRow}
 import org.apache.spark.sql.execution.vectorized.WritableColumnVector
 import org.apache.spark.sql.types._
 import org.apache.spark.sql.vectorized.ColumnVector
@@ -38,6 +38,10 @@ abstract class Column extends NativeOwner {
 
   /** Append a field of all rows of the buffer. */
   def appendRows(from: RowBuffer, ordinal: Int): Unit = appendEach(from, ordinal)
+
+  /** Append `count` fields of a row, which are the values of this column, from the field `first` on. */
+  def appendFields(from: UnsafeRow, first: Int, count: Int): Unit =
+    Loop.over(count)(index => append(from, first + index))
 
   final protected def appendEach(from: RowBuffer, ordinal: Int): Unit =
     Loop.over(from.count)(index => append(from(index), ordinal))
@@ -245,9 +249,13 @@ final class ShortDecimalColumn(dataType: DecimalType) extends FixedColumn(16) {
   override protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit =
     store(reserveValues(1), from.getDecimal(ordinal, dataType.precision, dataType.scale).toUnscaledLong)
 
-  /** Copy the unscaled numbers of Spark's own vectors, since `getDecimal` would create an object for each value. */
+  /**
+   * Copy the unscaled numbers of Spark's own vectors, since `getDecimal` would create an object for each value.
+   * Parquet has up to 9 digits as an Int, and Spark's cache has all as a Long.
+   */
   override protected def copy(from: ColumnVector, first: Int, count: Int, to: Long): Unit = from match {
-    case numbers: WritableColumnVector if dataType.precision <= Decimal.MAX_INT_DIGITS =>
+    case numbers: WritableColumnVector
+        if dataType.precision <= Decimal.MAX_INT_DIGITS && numbers.dataType != LongType =>
       Loop.over(count)(index => store(to + 16L * index, numbers.getInt(first + index)))
     case numbers: WritableColumnVector =>
       Loop.over(count)(index => store(to + 16L * index, numbers.getLong(first + index)))
@@ -344,6 +352,21 @@ final class BytesColumn(strings: Boolean) extends Column {
       offsets.append(offsets.lastEnd.toLong + size)
     }
     countAppended(from, ordinal)
+  }
+
+  /** Append fields of a row, which pads them, too. */
+  override def appendFields(from: UnsafeRow, first: Int, count: Int): Unit = {
+    val (base, start) = (from.getBaseObject, from.getBaseOffset)
+    Loop.over(count) { index =>
+      if (from.isNullAt(first + index)) appendNull()
+      else {
+        val word = from.getLong(first + index)
+        val size = word.toInt
+        Memory.copy(base, start + (word >>> 32), reserveBytes(size), size)
+        offsets.append(offsets.lastEnd.toLong + size)
+        countAppended(1)
+      }
+    }
   }
 
   /**

@@ -107,7 +107,7 @@ object FunctionInput {
         case DatasetPartition(partition, hosts) => (DatasetInput(reader, partition), hosts.toSeq)
       })
     case _ if plan.supportsColumnar => plan.executeColumnar()
-    case _ => plan.execute()
+    case _ => CachedBatches.of(plan).getOrElse(plan.execute())
   }).asInstanceOf[RDD[Any]]
 }
 

@@ -10,6 +10,7 @@ import scala.util.Try
 import org.apache.spark.rdd.RDD
 import org.apache.spark.sql.classic.{Dataset => Frame}
 import org.apache.spark.sql.execution.{ColumnarToRowExec, InputAdapter, SparkPlan, SQLExecution, WholeStageCodegenExec}
+import org.apache.spark.sql.execution.adaptive.AdaptiveSparkPlanExec
 import org.apache.spark.sql.execution.datasources.v2.DataSourceV2Relation
 import org.apache.spark.sql.types.StructType
 
@@ -48,7 +49,7 @@ object Export {
     SQLExecution.withNewExecutionId(frame.queryExecution, Some("to_arrow")) {
       val plan = frame.queryExecution.executedPlan
       plan.resetMetrics()
-      val input = columnsOrRows(plan)
+      val input = columnsOrRows(plan).asInstanceOf[RDD[Any]]
       val partitions = input.sparkContext.runJob(input, (input: Iterator[Any]) => write(input, schema, python, name))
       Sidecar.json.writeValueAsString(partitions.toSeq.flatten)
     }
@@ -58,11 +59,12 @@ object Export {
   def close(name: String): Unit = Sidecar.of(Python.ofDriver()).call("end_export", "name" -> name)
 
   /** Returns the columns of `plan` if its last step converts columns to rows, and otherwise its rows. */
-  private def columnsOrRows(plan: SparkPlan): RDD[Any] = (plan match {
+  private def columnsOrRows(plan: SparkPlan): RDD[_] = plan match {
+    case adaptive: AdaptiveSparkPlanExec => columnsOrRows(adaptive.finalPhysicalPlan)
     case WholeStageCodegenExec(ColumnarToRowExec(InputAdapter(columns))) => columns.executeColumnar()
     case ColumnarToRowExec(columns) => columns.executeColumnar()
-    case _ => plan.execute()
-  }).asInstanceOf[RDD[Any]]
+    case _ => CachedBatches.of(plan).getOrElse(plan.execute())
+  }
 
   /** Write the rows or columns of a partition, in its task. Returns None if there are none. */
   private def write(

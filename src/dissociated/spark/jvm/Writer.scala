@@ -217,6 +217,18 @@ final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows
     next - first
   }
 
+  /** Add rows of `batch` from `first` on until this batch is full, and return their number. */
+  def add(batch: CachedRows, first: Int): Int = {
+    var next = first
+    while (next < batch.count && rows < maxRows && size <= BatchBuilder.MaxBytes) {
+      size += batch.size(next)
+      rows += 1
+      next += 1
+    }
+    Loop.over(columns.length)(index => batch.columns(index).appendTo(columns(index), first, next - first))
+    next - first
+  }
+
   /** Append the pending rows to the columns. */
   private def appendPending(): Unit = {
     rows += pending.count
@@ -249,7 +261,7 @@ object BatchBuilder {
   private val MaxBytes = 1L << 23
 }
 
-/** The record batches of an iterator of rows or columns. The caller calls `free` at the end. */
+/** The record batches of an iterator of rows, columns or cached batches. The caller calls `free` at the end. */
 final class BatchStream(input: Iterator[Any], schema: StructType, maxRows: Int = BatchBuilder.MaxRows) {
   private val builder = new BatchBuilder(schema, maxRows)
   // A row, or columns, of which some rows have not been added to a batch.
@@ -272,10 +284,12 @@ final class BatchStream(input: Iterator[Any], schema: StructType, maxRows: Int =
     val added = next match {
       case row: InternalRow => if (builder.add(row)) 1 else 0
       case batch: ColumnarBatch => builder.add(batch, from)
+      case batch: CachedRows => builder.add(batch, from)
     }
     from += added
     val isConsumed = next match {
       case batch: ColumnarBatch => from == batch.numRows
+      case batch: CachedRows => from == batch.count
       case _ => from == 1
     }
     if (isConsumed) next = null
