@@ -162,7 +162,7 @@ def test_our_server_passes_every_check(scheme: str, lifetime: float | None) -> N
         uri = location(server, "data", scheme)
         lines = run("conformance", "check", uri, "--ticket", "0x" + server.ticket("data").hex()).splitlines()
     assert [line for line in lines if not line.startswith("ok    ")] == []
-    assert len(lines) == (13 if scheme == "shm" else 9)
+    assert len(lines) == (15 if scheme == "shm" else 9)
     assert any(re.search(r"leased [1-9]", line) for line in lines) is (scheme == "shm")
 
 

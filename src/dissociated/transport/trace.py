@@ -115,7 +115,7 @@ class _Trace:
         if tag in self._tags.want:
             return f"want_data ({str(self._tags.want[tag].name).lower()}), {length:,} bytes"
         if tag == self._tags.free_data:
-            return f"free_data of {length // 8:,} addresses"
+            return f"free_data of {length // 8:,} leases"
         return f"a message with the unknown tag {tag:#018x}, {length:,} bytes"
 
 
