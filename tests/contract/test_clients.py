@@ -187,3 +187,17 @@ def test_a_client_that_reads_on_learns_that_the_server_closes(
                 pass
         closing.result(PATIENCE)
     assert kept["n"].to_pylist() == [0] * ROWS
+
+
+@pytest.mark.parametrize("medium", media(MEDIA))
+def test_a_server_that_has_closed_ends_streams_with_an_error(serve: Serve, trusted: Certificates, medium: str) -> None:
+    schema = pa.schema([("n", pa.int64())])
+    endless = (pa.record_batch({"n": np.full(ROWS, number)}) for number in count())
+    server = serve(MEDIA[medium], **trusted.options)
+    server.publish("data", pa.RecordBatchReader.from_batches(schema, endless))
+    reader = dis.open_stream(server.locations("data")[0], server.ticket("data"))
+    reader.read_next_batch()
+    server.close()
+    with pytest.raises(dis.errors.DissociatedError, match="clos"):
+        for _ in reader:
+            pass

@@ -95,7 +95,7 @@ def killed_within(
         batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
     ) -> Iterator[pa.RecordBatch]:
         for number, batch in enumerate(batches):
-            if number == 2 and partition == 1 and not os.path.exists(killed):
+            if number == 4 and partition == 1 and not os.path.exists(killed):
                 pid = wait_for(lambda: writer_of(f"-{partition:06}-{attempt_id}.arrows", stores))
                 if whom == "executor":
                     pid = executor()

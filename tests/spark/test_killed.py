@@ -13,7 +13,7 @@ import pytest
 import dissociated as dis
 from dissociated.spark import java_home
 from support.helpers import PATIENCE, wait_until
-from support.processes import Fork, Start, free_port
+from support.processes import Fork, Start, free_port, kill_group
 
 from .test_streaming import numbers, put, run, staged, stream, wait_for
 
@@ -60,7 +60,7 @@ class Driver:
 
     def kill(self) -> None:
         if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process)
             self._process.wait(PATIENCE)
 
     def __enter__(self) -> Driver:

@@ -119,6 +119,7 @@ def test_to_arrow_of_cached_data_is_that_of_spark(spark: SparkSession) -> None:
     spark.conf.set("spark.sql.inMemoryColumnarStorage.batchSize", 100)
     df = spark.range(0, 430, numPartitions=1).selectExpr("id", *values).cache()
     try:
+        assert reads_cached_batches(spark, df)
         found = to_arrow(df)
         found.validate(full=True)
         assert found == df.toArrow()
@@ -136,12 +137,21 @@ def test_to_arrow_of_cached_data_does_not_depend_on_the_cache(spark: SparkSessio
     """Spark caches the partitions of a shuffle, most of which are empty, and computes evicted partitions again."""
     numbers = spark.range(0, 100, numPartitions=1).selectExpr("id", "concat('v', id % 3) AS text")
     df = numbers.repartition(6, "text").cache()
+    assert reads_cached_batches(spark, df)
     found = to_arrow(df)
     assert found.sort_by("id").to_pydict() == {"id": [*range(100)], "text": [f"v{id % 3}" for id in range(100)]}
     evict_cached_data(spark)
     assert to_arrow(df) == found
     df.unpersist()
     assert to_arrow(df) == found == df.toArrow()
+
+
+def reads_cached_batches(spark: SparkSession, df: DataFrame) -> bool:
+    """Return whether the columns of `df` are copied from Spark's cache."""
+    plan = executed_plan(df)
+    if plan.getClass().getSimpleName() == "AdaptiveSparkPlanExec":
+        plan = plan.finalPhysicalPlan()
+    return bool(jvm(spark).org.apache.spark.sql.dissociated.CachedBatches.of(plan).isDefined())
 
 
 def output_rows(df: DataFrame) -> dict[str, int]:

@@ -255,3 +255,10 @@ def in_terminal(
         process.wait(PATIENCE)
     os.close(ours)
     return written.decode()
+
+
+def kill_group(process: Fork) -> None:
+    """Kill a process that leads a group, with its children. One that has not come to that yet is killed alone."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()

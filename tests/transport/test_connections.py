@@ -277,7 +277,8 @@ def test_lingering_lets_everything_arrive(ends: Ends, medium: str) -> None:
         ends.server.send([*bodies, Message(None, (b"end",))], PATIENCE)
         ends.server.close(linger=PATIENCE)
         complete = ends.server.close()
-        assert complete or medium == "ucx, none"  # UCX may not report there that the last messages were received.
+        # UCX may report an error instead if the peer closes at once, and nothing without error handling.
+        assert complete or medium.startswith("ucx")
 
     with ThreadPoolExecutor(1) as pool:
         finishing = pool.submit(server)

@@ -77,7 +77,6 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
     conditions: Seq[Seq[Any]])
     extends Scan with Batch with SupportsReportStatistics with SupportsRuntimeV2Filtering {
   private val python = Python.ofDriver()
-  // The version of this scan, even if a temporary view is written meanwhile.
   private lazy val tableDescription = dataset.description(options)
   private var isStreaming = false
   private var joinConditions = Seq.empty[Seq[Any]]

@@ -124,9 +124,6 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
 
   override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
     val completed = LogicalWriteInfoImpl(info.queryId, info.schema, Source.withDefaultCatalog(info.options))
-    new DatasetWrite(completed, pythonTable.newWriteBuilder(completed), () => forgetDescriptions())
+    new DatasetWrite(completed, pythonTable.newWriteBuilder(completed))
   }
-
-  /** Let later queries of a temporary view read the rows that were written through it. */
-  private def forgetDescriptions(): Unit = synchronized(descriptions.clear())
 }

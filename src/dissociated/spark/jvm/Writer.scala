@@ -23,7 +23,7 @@ import org.apache.spark.sql.vectorized.ColumnarBatch
  * A builder of a write, which appends to a dataset or replaces it. Python writes if the rows must be converted to fit
  * the dataset.
  */
-class DatasetWrite(info: LogicalWriteInfo, pythonBuilder: => WriteBuilder, committed: () => Unit)
+class DatasetWrite(info: LogicalWriteInfo, pythonBuilder: => WriteBuilder)
     extends WriteBuilder with SupportsTruncate with SupportsDynamicOverwrite with Write {
   private var mode = "append"
 
@@ -42,7 +42,7 @@ class DatasetWrite(info: LogicalWriteInfo, pythonBuilder: => WriteBuilder, commi
   private def pythonWrite: Write =
     (if (mode == "append") pythonBuilder else pythonBuilder.asInstanceOf[SupportsTruncate].truncate()).build()
 
-  override def toBatch: BatchWrite = new ReportedWrite(plan(None).getOrElse(pythonWrite.toBatch), committed)
+  override def toBatch: BatchWrite = plan(None).getOrElse(pythonWrite.toBatch)
 
   override def toStreaming: StreamingWrite =
     plan(Some(info.queryId.replace("-", ""))).getOrElse(pythonWrite.toStreaming)
@@ -55,19 +55,6 @@ class DatasetWrite(info: LogicalWriteInfo, pythonBuilder: => WriteBuilder, commi
     Option.when(answer.get("fits").asBoolean)(new SegmentsWrite(
       WritePlan(python, answer.get("writer").asText, query.getOrElse(answer.get("key").asText), info.schema)))
   }
-}
-
-/** A write that calls `committed` after its commit. */
-class ReportedWrite(write: BatchWrite, committed: () => Unit) extends BatchWrite {
-  override def createBatchWriterFactory(info: PhysicalWriteInfo): DataWriterFactory =
-    write.createBatchWriterFactory(info)
-  override def useCommitCoordinator(): Boolean = write.useCommitCoordinator
-  override def onDataWriterCommit(message: WriterCommitMessage): Unit = write.onDataWriterCommit(message)
-  override def commit(messages: Array[WriterCommitMessage]): Unit = {
-    write.commit(messages)
-    committed()
-  }
-  override def abort(messages: Array[WriterCommitMessage]): Unit = write.abort(messages)
 }
 
 /**
