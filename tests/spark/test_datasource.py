@@ -280,7 +280,7 @@ def test_a_view_is_read_and_appended_to_and_a_table_says_what_to_do(
     for mode in ("errorifexists", "ignore"):  # the first is Spark's default
         with pytest.raises(PySparkException, match='either the "Append" or "Overwrite" mode'):
             by_source(spark.range(1), "data", catalog, mode)
-    assert client["data"].count_rows() == 2
+    assert client["data"].count_rows() == 4
 
 
 def by_table(df: DataFrame, catalog: str) -> None:
