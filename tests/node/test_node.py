@@ -460,7 +460,7 @@ def test_a_commit_with_a_node_that_is_stopped_fails_soon_and_holds_up_no_other(
 ) -> None:
     """The kernel accepts connections for a stopped process, so without a check it is waited for until the deadline."""
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
-    a, b = (start("node", "--store", memory / n, "--catalog", catalog.uri, "--heartbeat", "0.5") for n in "ab")
+    a, b = (start("node", "--store", memory / n, "--catalog", catalog.uri, "--heartbeat", "1") for n in "ab")
     commits = [commit_of(name, [write(node.uri, "1", 1)], SCHEMA, key=name) for name, node in (("a", a), ("b", b))]
     with dis.connect(catalog.uri, timeout=15) as client:
         b.signal(signal.SIGSTOP)
@@ -471,6 +471,7 @@ def test_a_commit_with_a_node_that_is_stopped_fails_soon_and_holds_up_no_other(
         b.signal(signal.SIGCONT)
         wait_until(lambda: all(node["alive"] for node in client.nodes()), "it is back")
         client.commit(commits[1])
+        wait_until(lambda: all(node["alive"] for node in client.nodes()), "both are heard")
     assert read(catalog.uri, "a") == read(catalog.uri, "b") == [1]
 
 
