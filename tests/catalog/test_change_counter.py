@@ -13,8 +13,10 @@ import pytest
 import dissociated as dis
 from dissociated.control.change_counter import ChangeCounter, CounterPlace, CounterView
 from dissociated.errors import CatalogError, RemoteProtocolError
+from dissociated.node.node import Node
+from dissociated.store.store import Store
 from support.helpers import case
-from support.nodes import kill, spawn
+from support.nodes import kill, put, spawn, table
 from support.processes import free_port
 
 #: Publishes the next number after each line of its input, and then writes it to the file of acknowledged numbers.
@@ -68,6 +70,19 @@ def test_a_read_sees_every_commit_that_was_acknowledged_before_it(tmp_path: Path
         kill(publisher)
         with pytest.raises(CatalogError, match="no catalog answers"):
             client.read("n")
+
+
+def test_a_read_through_a_node_asks_that_node(memory: Path) -> None:
+    with Node(Store(memory / "upstream"), ["shm:"]) as upstream:
+        put(upstream.uri, "t", table(1))
+        with (
+            Node(Store(memory / "node"), ["shm:"], catalog=upstream.uri) as node,
+            dis.connect(node.uri) as client,
+        ):
+            assert [client.read("t").read_all()["n"].to_pylist() for _ in range(3)] == [[1]] * 3
+            node.close()
+            with pytest.raises(CatalogError, match="no catalog answers"):
+                client.read("t")
 
 
 def test_only_the_counter_that_an_answer_names_is_opened() -> None:

@@ -110,7 +110,7 @@ def test_a_node_whose_clock_is_behind_takes_part_in_a_commit_that_takes_a_while(
     """
     catalog = start_catalog(start, tmp_path)
     monkeypatch.setenv(CLOCK, "-7200")
-    behind = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--heartbeat", "0.1")
+    behind = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--heartbeat", "1")
     monkeypatch.delenv(CLOCK)
     other = start("node", "--store", memory / "b", "--catalog", catalog.uri, "--heartbeat", "1")
     parts = []
@@ -149,6 +149,7 @@ def test_a_node_whose_clock_is_behind_takes_part_in_a_commit_that_takes_a_while(
         other.signal(signal.SIGCONT)
         committing.result(PATIENCE)
         assert aborting.result(PATIENCE)
+        wait_until(lambda: all(node["alive"] for node in client.nodes()), "both nodes are heard again")
     assert (read(catalog.uri, "d"), read(catalog.uri, "e")) == ([1, 2], [3])
 
 

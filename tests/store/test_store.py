@@ -306,6 +306,14 @@ def test_a_version_that_was_replaced_is_not_served_in_place_of_one_that_is_set_a
         client.put("a", pa.table({"n": [2]}))
         assert client.read("a").read_all()["n"].to_pylist() == [2]
         assert client.describe("a").version > 2
+        (latest,) = node.store.named("a")[-1:]
+    manifest = memory / "segments" / latest.id / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"version": ', b'"version; '))  # Only the name remains.
+    with Node(Store(memory), ["shm:"]) as node, dis.connect(node.uri) as client:
+        with pytest.raises(CatalogError, match="'a' cannot be appended to: version"):
+            client.put("a", pa.table({"n": [2]}), mode="append")
+        client.put("a", pa.table({"n": [3]}))
+        assert client.describe("a").version > latest.number
 
 
 def test_the_status_the_metrics_and_the_log_tell_what_is_set_aside(

@@ -86,7 +86,7 @@ class Listing:
         )
 
     def _is_counted(self, version: Version, endpoints: Sequence[flight.FlightEndpoint]) -> bool:
-        """Return whether the answer holds until the database changes."""
+        """Return whether no clock, other node or user's file can change the answer, but only the database."""
         if len(version.parts) != 1 or len(version.parts[0].nodes) != 1:
             return False
         local = self._registry.lookup_part(version.parts[0].id)

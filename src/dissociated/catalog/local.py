@@ -77,7 +77,7 @@ class LocalCatalog(Catalog):
         self._database.on_change = holdings.activity.changes.add
         self._locks = Locks()
         self._latest: dict[str, Version] = {}  # the latest version of each name, while `start` reads the store
-        # A token can be withdrawn, and a signed ticket expires, so these callers ask for each read.
+        # A token can be withdrawn, and a signed ticket expires, so their clients must ask the catalog for each read.
         is_open = security.authorize is None and not self._registry.tickets.fingerprint()
         self._listing = Listing(holdings, database.counter.place if is_open else None)
         self._answers = Answers(retain)
@@ -260,7 +260,7 @@ class LocalCatalog(Catalog):
             if self._database.resolved_commits([commit.key]):
                 raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
             current = self._find_current(commit.name) if commit.append else None
-            # This raises if the dataset was lost, also if that happened after `_find_current`.
+            # `next_version` raises if the dataset was lost, even after `_find_current`.
             number = self._database.next_version(commit.name, commit.append)
             commit = replace(commit, number=number, catalog=self._database.id)
             by_node = commit.by_node()

@@ -304,9 +304,9 @@ class Tables(ProcessBound):
             except BaseException:
                 self._connection.rollback()  # If the disk is full, SQLite has rolled back already.
                 raise
-            number = self._connection.total_changes
+            number = self._connection.total_changes & 0xFFFF_FFFF  # SQLite's number wraps around
             if number != self.counter.number:
-                self.counter.number = 0  # It stays so if Ctrl-C or an error comes before the last line.
+                self.counter.number = 0  # The 0 remains if Ctrl-C or an error comes before the last line.
             self._connection.execute("COMMIT")
             self.counter.number = number
 

@@ -6,6 +6,7 @@ can be deleted.
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import threading
@@ -24,6 +25,7 @@ from dissociated.catalog.members import CLOCK_TOLERANCE, PEER_TIMEOUT, Peer, des
 from dissociated.control.access import Security
 from dissociated.control.commit import Commit
 from dissociated.control.descriptors import parse_get
+from dissociated.control.messages import parse_app_metadata
 from dissociated.control.version import NodeRecord, Version
 from dissociated.datasets.base import Dataset
 from dissociated.errors import AccessDenied, CatalogError, DissociatedError
@@ -67,7 +69,7 @@ class UpstreamCatalog(Catalog):
 
     def info(self, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
         parse_get(descriptor)
-        return self._upstream.call_flight(lambda client: client.get_flight_info(descriptor))
+        return _without_counter(self._upstream.call_flight(lambda client: client.get_flight_info(descriptor)))
 
     def schema(self, descriptor: flight.FlightDescriptor) -> pa.Schema:
         parse_get(descriptor)
@@ -265,3 +267,19 @@ class UpstreamCatalog(Catalog):
 
     def status(self) -> ServerStatus:
         return replace(super().status(), problem=self._problem)
+
+
+def _without_counter(info: flight.FlightInfo) -> flight.FlightInfo:
+    """Return a description without the place of the upstream's counter, which cannot show that this node has ended."""
+    metadata = parse_app_metadata(info.app_metadata, {})
+    if metadata.pop("counter", None) is None:
+        return info
+    return flight.FlightInfo(
+        info.schema,
+        info.descriptor,
+        info.endpoints,
+        info.total_records,
+        info.total_bytes,
+        ordered=info.ordered,
+        app_metadata=json.dumps(metadata),
+    )

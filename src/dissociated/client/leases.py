@@ -20,14 +20,14 @@ from dissociated.transport.base import Connection
 
 _log = logging.getLogger(__name__)
 
-_MAX_FREES = 1 << 12  # addresses in one free_data message
+_MAX_FREES = 1 << 12  # addresses, or numbers of messages, in one free_data message
 
 
 class ClientLeases(ProcessBound):
     """The leases of this client at one server, and the thread that frees them.
 
     It closes the connection when all addresses have been freed, and not before: disconnecting frees everything, and the
-    mapped memory may change after that.
+    mapped memory may change after that. If the server expects frees of messages, the addresses are numbers of messages.
     """
 
     def __init__(

@@ -133,8 +133,10 @@ class Lookup:
         if place != self._refused_place:
             try:
                 return CounterView(place)
-            except (OSError, RemoteProtocolError):
+            except (PermissionError, FileNotFoundError, RemoteProtocolError):
                 self._refused_place = place
+            except OSError:
+                return None  # This process has too many open descriptors, for instance.
         return None
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""The counter of a catalog's changes in shared memory, by which readers on its host know that an answer still holds.
+"""The counter of a catalog's changes in shared memory, by which readers on its host see that it has not changed.
 
 The catalog counts in a memfd of 24 bytes: the number of changes so far, and 16 random bytes that tell this counter from
 all others. It sets the number to 0 before it commits a change to its database, and to the new number before anybody can
-see or be told of the change. A reader that finds the number from before its last question asks no other: the answer is
-still the current state. If the number is 0, the reader has to ask.
+see or be told of the change. A reader that finds the number from before its last question does not ask the catalog:
+the answer is still the current state. If the number is 0, the reader has to ask.
 
 A reader opens the memfd below `/proc`, which the kernel allows only to the same user. When the catalog ends, its
 process has no such descriptor any more. The kernel takes a dead process's table of descriptors before it closes any of
@@ -74,11 +74,11 @@ class ChangeCounter(ProcessBound):
         self._number[0] = number
 
     def close(self) -> None:
-        """Take the counter from all readers, which then ask. The number can still be changed, without effect."""
+        """Withdraw the counter; readers then ask the catalog. The number can still be changed, without effect."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-        # Only now, when no reader trusts the shared number any more. Another thread may just use it.
+        # Only now, when no reader trusts the shared number any more. Another thread may be using it.
         self._number = memoryview(bytearray(_NUMBER_SIZE)).cast("Q")
 
     def after_fork_in_child(self) -> None:
@@ -91,7 +91,7 @@ class CounterView:
 
     Raises:
         OSError: The counter is gone, or this process may not see it.
-        RemoteProtocolError: The place has something else.
+        RemoteProtocolError: The descriptor is not a counter.
     """
 
     def __init__(self, place: CounterPlace) -> None:

@@ -234,7 +234,8 @@ class Fanout:
                 raise SourceError(
                     f"the source of {self.name!r} gave a batch of {length} bytes, which exceeds the largest region"
                 )
-            self._wait_for_room(length)
+            if not self._wait_for_room(length):  # then the region may be closed
+                return False
             self._busy = True
             at = region.reserve(length)
         # Written without the lock, which would delay consumers. Nobody else uses the reserved pages.
@@ -323,10 +324,13 @@ class Fanout:
             self._changed.wait()
         return False
 
-    def _wait_for_room(self, length: int) -> None:
+    def _wait_for_room(self, length: int) -> bool:
         """Wait for room for `length` bytes, or for the end of the stream. Call it with the lock held.
 
         Whenever `stall_timeout` passes, the stalled consumer that holds the most memory is cut off.
+
+        Returns:
+            False if the stream has ended.
         """
         if self._live.policy != "block":
             while not self._has_room(length):
@@ -336,7 +340,7 @@ class Fanout:
                     break
                 self._drop_oldest(consumer)
         if self._has_room(length):
-            return
+            return True
         patience = self._live.stall_timeout
         since = time.monotonic()
         self.waits_for_room = True
@@ -354,6 +358,7 @@ class Fanout:
                 self._cut_off(max(stalled, key=self._size_of))
             since = time.monotonic()
         self.waits_for_room = False
+        return not self.has_ended
 
     def _drop_oldest(self, consumer: Consumer) -> None:
         self._last = None

@@ -288,9 +288,10 @@ class LiveRegion:
         self.trim()
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """Close the descriptors. Nothing can be written afterwards."""
         os.close(self.descriptor)
         os.close(self._writable)
+        self.descriptor = self._writable = -1  # the numbers may soon be those of other files
 
 
 class LiveMemory:

@@ -24,8 +24,8 @@ then, for each buffer of the message in order, its address and its length. We se
 A peer may send an address with the length 0; the client gives it back like any other. A peer's total may include
 padding.
 
-A free_data list holds one or more addresses that the client no longer needs. A 0 in it has no meaning. If both sides
-have agreed on that, it holds numbers of messages instead, which are not truncated.
+A free_data list holds one or more addresses that the client no longer needs. A 0 in it has no meaning. With
+`frees=messages`, it holds numbers of messages instead, which are not truncated.
 """
 
 from __future__ import annotations

@@ -90,9 +90,14 @@ class SetAside:
 
     @property
     def removal(self) -> tuple[str, Removal] | None:
-        """The dataset's name and the record of this version's number, if its manifest still has both."""
+        """The dataset's name and the record of this version's number, if its manifest still has the name.
+
+        If the number is gone, the serial number stands for it: the store's own catalog has assigned no larger one.
+        """
         name, number = self.manifest.get("name"), self.manifest.get("version")
-        if not isinstance(name, str) or not is_count(number) or not number:
+        if not is_count(number):
+            number = max(1, self.serial)
+        if not isinstance(name, str) or not number:
             return None
         return name, Removal.of(number, lost=True, published=not self.manifest.get("prepared"))
 
@@ -191,7 +196,7 @@ class Directory(ProcessBound):
             except OSError as error:
                 invalid_entries.append(SetAside.of(entry, f"{MANIFEST} cannot be read: {error.strerror}", manifest))
             except DAMAGE as error:
-                invalid_entries.append(SetAside.of(entry, f"{MANIFEST} is damaged ({error!r})", manifest))
+                invalid_entries.append(SetAside.of(entry, f"{MANIFEST} is damaged ({type(error).__name__})", manifest))
             else:
                 versions.append(version)
         return versions, invalid_entries

@@ -25,7 +25,7 @@ _MAX_SECONDS = 1e11  # since the epoch: later dates cannot be shown
 
 
 def encode_manifest(version: Version) -> bytes:
-    """Return the manifest of `version`. Its first lines tell which version it was, also if the rest is damaged."""
+    """Return the manifest of `version`. Its first lines name the version, even if the rest is damaged."""
     plain = {"name": version.name, "version": version.number, **version.to_json()}
     part = plain.pop("part")
     plain |= {name: part[name] for name in ("id", "ticket", "rows", "nbytes")}
