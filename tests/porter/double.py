@@ -219,6 +219,14 @@ def structured(ticket: bytes, **members: object) -> bytes:
     return b"DISSREQ\x01" + struct.pack("<I", len(ticket)) + ticket + json.dumps(members).encode()
 
 
+def ticket_and_members(identifier: bytes) -> tuple[bytes, dict[str, object]]:
+    """Return the ticket of a request, and the members of the object after it."""
+    if not identifier.startswith(b"DISSREQ\x01"):
+        return identifier, {}
+    rest = 12 + int(struct.unpack_from("<I", identifier, 8)[0])
+    return identifier[12:rest], json.loads(identifier[rest:])
+
+
 class Client:
     """A client that requests a stream and reads it whole, converting all messages to messages with packed bodies."""
 
@@ -369,6 +377,7 @@ class Server:
         self.uri = f"{scheme}://{path}?want_data={self.WANT}&free_data={self.FREE}"
         self._ticket, self._answer = ticket, answer
         self.is_packed = False  # whether the client has requested packed bodies
+        self.frees_messages = False  # whether the client frees messages
         self.held: Counter[int] = Counter()  # what the client of this connection still has to free
         self.leased: list[int] = []
         self.freed: list[int] = []
@@ -376,9 +385,9 @@ class Server:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def lease(self, pairs: Sequence[tuple[int, int]]) -> bytes:
-        """Return an address list, and record the addresses as leased."""
-        addresses = [address for address, size in pairs if size]
+    def lease(self, pairs: Sequence[tuple[int, int]], number: int) -> bytes:
+        """Return the address list of a message, and record the addresses, or the message, as leased."""
+        addresses = [number] if self.frees_messages else [address for address, size in pairs if size]
         self.leased += addresses
         self.held.update(addresses)
         return address_list(pairs)
@@ -401,20 +410,22 @@ class Server:
                 wire.close()
 
     def _serve(self, wire: Wire) -> None:
-        self.held.clear()
-        request = wire.receive()
-        if request is None:
-            return
-        if request.kind != TAGGED:
-            raise Broken("client-frames")
-        if request.tag not in (self.WANT, self.PACKED):
-            raise Broken("client-tags")
-        if request.payload != self._ticket:
-            self.refuse(wire)
-            return
-        self.is_packed = request.tag == self.PACKED
-        self._answer(self, wire)
-        self.collect(wire)
+        keep: object = True
+        while keep and (request := wire.receive()) is not None:
+            self.held.clear()
+            if request.kind != TAGGED:
+                raise Broken("client-frames")
+            if request.tag not in (self.WANT, self.PACKED):
+                raise Broken("client-tags")
+            ticket, members = ticket_and_members(request.payload)
+            if ticket != self._ticket or "part" in members:
+                self.refuse(wire)
+                return
+            keep = members.get("keep")
+            self.is_packed = request.tag == self.PACKED
+            self.frees_messages = "frees" in members
+            self._answer(self, wire)
+            self.collect(wire)
 
     def refuse(self, wire: Wire) -> None:
         """Answer a client whose ticket is unknown."""

@@ -29,7 +29,7 @@ def by_address(server: Server, region: Region, messages: list[double.Message]) -
         frames.append(encode(UNTAGGED, metadata(number, header)))
         if body is not None:
             pairs = [(at + offset, size) if size else (0, 0) for offset, size in double.buffers(header)[1]]
-            frames.append(encode(TAGGED, server.lease(pairs), 1 << 56 | number))
+            frames.append(encode(TAGGED, server.lease(pairs, number), 1 << 56 | number))
             at += len(body)
     return [*frames, end(len(messages))]
 
@@ -66,7 +66,7 @@ def serving(
 
     server = kind("shm", str(folder / "sock"), b"ticket", answer)
     try:
-        yield server, f"{server.uri}&packed={server.PACKED}"
+        yield server, f"{server.uri}&packed={server.PACKED}&request=1&frees=messages"
     finally:
         server.close()
         os.close(region.descriptor)
@@ -89,11 +89,15 @@ def test_a_server_that_is_not_ours_passes(tmp_path: Path) -> None:
     assert outcomes["whole stream"] == "ok 3 messages; leased 8, freed 8"
     assert outcomes["frees one by one, in reverse order"] == "ok 3 messages; leased 8, freed 8"
     assert outcomes["packed bodies"] == "ok 3 messages, the same bytes"
+    assert outcomes["frees by message"] == "ok 3 messages; leased 2, freed 2"
+    assert outcomes["two streams on one connection"] == "ok 3 messages each; leased 16, freed 16"
     assert outcomes["Arrow data"] == "ok 2 batches, 6 rows"
-    for rule in ("client-tags", "client-frames", "free-leased", "free-length"):
-        assert outcomes[f"refuses what breaks {rule}"].startswith(f"ok ABORT with the code 5: the client breaks {rule}")
-    assert len(outcomes) == 10
-    assert len(server.freed) == 3 * 8 + 1  # of three whole streams, and one address before it was freed once too often
+    for rule in ("client-tags", "client-frames", "free-leased", "free-leased, a message twice", "free-length"):
+        reason = f"ok ABORT with the code 5: the client breaks {rule.partition(',')[0]}"
+        assert outcomes[f"refuses what breaks {rule}"].startswith(reason)
+    assert len(outcomes) == 15
+    # Addresses of four whole streams, messages of two, and one of each kind before it was freed once too often.
+    assert len(server.freed) == 4 * 8 + 2 * 2 + 2
 
 
 class Careless(Server):
@@ -181,12 +185,13 @@ def test_bodies_by_address_that_differ_from_packed_bodies_are_found(tmp_path: Pa
     ("kind", "name", "outcome"),
     [
         (Careless, "refuses what breaks free-leased", "closed the connection without ABORT"),
+        (Careless, "refuses what breaks free-leased, a message twice", "closed the connection without ABORT"),
         (Hasty, "frees one by one, in reverse order", "closed the connection"),  # soon, or not before a free is sent
         (Silent, "unknown ticket", "closed the connection without ABORT; an unknown ticket has the code 27"),
         (Vague, "unknown ticket", "sent ABORT without a code; an unknown ticket has the code 27"),
         (Generous, "unknown ticket", "sent a message in place of ABORT"),
     ],
-    ids=["careless", "hasty", "silent", "vague", "generous"],
+    ids=["careless", "careless-by-message", "hasty", "silent", "vague", "generous"],
 )
 def test_a_server_is_found_out_that_breaks_no_rule_of_a_stream(
     kind: type[Server], name: str, outcome: str, tmp_path: Path

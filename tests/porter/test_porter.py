@@ -163,7 +163,7 @@ def test_our_client_maps_what_their_server_shares_one_memfd_a_buffer(tmp_path: P
                     if size:
                         regions.append(Region(0x10000 * (1 + len(regions)), body[offset : offset + size]))
                     pairs.append((regions[-1].base, size) if size else (0, 0))
-                lists.append(encode(TAGGED, server.lease(pairs), 1 << 56 | number))
+                lists.append(encode(TAGGED, server.lease(pairs, number), 1 << 56 | number))
         if regions:
             wire.send(*(one.frame for one in regions), descriptors=[one.descriptor for one in regions])
         wire.send(*(encode(UNTAGGED, metadata(number, one.header)) for number, one in enumerate(messages) if number))
