@@ -135,10 +135,12 @@ class Sampling:
         """
         if self.weights is not None or self.shuffle == "global":
             if not mapped:
-                option = "shuffle='global'" if self.weights is None else "weights="
+                single_rows, instead = "shuffle='global'", "use shuffle='window'"
+                if self.weights is not None:
+                    single_rows, instead = "weights=", "leave out weights="
                 raise OptionError(
-                    f"{option} reads single rows, and this dataset cannot be mapped into this process: read it on its "
-                    "host over shm:, uncompressed, or use shuffle='window'"
+                    f"{single_rows} reads single rows, and this dataset cannot be mapped into this process: read it on "
+                    f"its host over shm:, uncompressed, or {instead}"
                 )
             return Order.GLOBAL
         if not self.shuffle:
