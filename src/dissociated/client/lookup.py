@@ -136,7 +136,7 @@ class Lookup:
             except (PermissionError, FileNotFoundError, RemoteProtocolError):
                 self._refused_place = place
             except OSError:
-                return None  # This process has too many open descriptors, for instance.
+                pass  # This process may have too many open descriptors now.
         return None
 
     def close(self) -> None:

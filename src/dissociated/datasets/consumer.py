@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, TypeAlias
 
-from dissociated.datasets.live_message import LiveMessage
+from dissociated.datasets.live_message import LiveMessage, all_addresses
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType
 
@@ -106,11 +106,11 @@ class Consumer:
         remaining += [item for items in dictionaries.values() for item in items]
         self.waiting.extendleft(reversed(remaining))
         self.queued += _queued_bytes(remaining) - _queued_bytes(popped)
-        return _addresses(popped) - _addresses(remaining)
+        return all_addresses(popped) - all_addresses(remaining)
 
     def discard_waiting(self) -> set[int]:
         """Discard the waiting messages. Return the addresses that the consumer does not need any more."""
-        unsent = _addresses(self.waiting)
+        unsent = all_addresses(self.waiting)
         self.waiting.clear()
         self.queued = self.droppable = 0
         return unsent
@@ -124,7 +124,3 @@ def add_dictionary(dictionaries: dict[int, list[LiveMessage]], item: LiveMessage
 
 def _queued_bytes(items: Collection[LiveMessage]) -> int:
     return sum([item.queued * item.messages for item in items])
-
-
-def _addresses(items: Collection[LiveMessage]) -> set[int]:
-    return set().union(*[item.addresses for item in items])

@@ -97,3 +97,8 @@ class LiveMessage(NamedTuple):
     def each(self) -> Iterable[LiveMessage]:
         """Return each message as an object of its own."""
         return [self._replace(body=(body,), repeats=None) for body in self.bodies] if self.repeats else (self,)
+
+
+def all_addresses(items: Iterable[LiveMessage]) -> set[int]:
+    """Return the addresses of all of these messages."""
+    return set().union(*[item.addresses for item in items])

@@ -190,6 +190,11 @@ def encode_addresses(extents: Iterable[tuple[int, int]]) -> bytes:
     return _uint64s(2 + len(flat)).pack(sum(flat[1::2]), len(flat) // 2, *flat)
 
 
+def leased_addresses(extents: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """Return the addresses that a client must give back after `encode_addresses`: those of buffers with bytes."""
+    return tuple(address for address, length in extents if length)
+
+
 def parse_addresses(body: bytes, body_length: int = 0) -> AddressList:
     """Parse a body of kind 1.
 

@@ -11,7 +11,7 @@ from dissociated.datasets.static import StaticDataset
 from dissociated.datasets.static_message import StaticMessage
 from dissociated.protocol.message import Message
 from dissociated.protocol.sender import Body, Sender
-from dissociated.protocol.wire import BodyKind, Streams, encode_addresses
+from dissociated.protocol.wire import BodyKind, Streams, encode_addresses, leased_addresses
 from dissociated.store.copying import STEP
 from dissociated.transport.base import MAX_JOINED, Connection
 
@@ -160,7 +160,7 @@ def _encode(
         body = None
         if message.extents is not None and message.parsed.body_length > max_inline:
             body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
-            leased[sender.sequence] = tuple(address for address, length in message.extents if length)
+            leased[sender.sequence] = leased_addresses(message.extents)
             pairs += len(message.extents)
         elif message.packed is not None:
             body = Body(BodyKind.PACKED, message.packed)

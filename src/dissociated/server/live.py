@@ -13,7 +13,7 @@ from dissociated.base.buffers import Buffer, metadata_too_long
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.broadcast import BroadcastDataset
 from dissociated.datasets.consumer import Consumer, Encodings
-from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, SMALL_BODY, LiveMessage
+from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, SMALL_BODY, LiveMessage, all_addresses
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import StreamedDataset
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, SourceError
@@ -22,7 +22,7 @@ from dissociated.format.missed import MAX_NOTE_SIZE
 from dissociated.memory.live import LiveMemory, LiveRegion
 from dissociated.protocol.message import Message, Run
 from dissociated.protocol.sender import Body
-from dissociated.protocol.wire import BodyKind, Streams, encode_addresses
+from dissociated.protocol.wire import BodyKind, Streams, encode_addresses, leased_addresses
 from dissociated.server.coalescer import COALESCE_INTERVAL, MIN_BURST, Coalescer
 from dissociated.server.sending import ClientRequest, Sending
 
@@ -93,7 +93,7 @@ class _LiveMemorySending(Sending):
 
     def _lease(self, extents: Sequence[tuple[int, int]]) -> None:
         """Record that the client holds a lease of each address of the next message from now on."""
-        self._hold({self._sender.sequence: _addresses_of(extents)}, len(extents))
+        self._hold({self._sender.sequence: leased_addresses(extents)}, len(extents))
 
 
 class StreamedSending(_LiveMemorySending):
@@ -398,7 +398,7 @@ class BroadcastSending(_LiveMemorySending):
                 unsent = None
             raise
         finally:
-            self._fanout.free(consumer, _addresses(items) if unsent is None else unsent)
+            self._fanout.free(consumer, all_addresses(items) if unsent is None else unsent)
 
     def _encode_once(self, consumer: Consumer, items: Sequence[LiveMessage], encodings: Encodings | None) -> _Encoding:
         """Encode `items` at this place of the stream, or return their encoding if another client was sent the same."""
@@ -428,7 +428,7 @@ class BroadcastSending(_LiveMemorySending):
             [item.region for item in by_address if item.region is not None],
             leased,
             sum([len(item.extents) for item in by_address]),
-            _addresses(items).difference(*leased.values()),
+            all_addresses(items).difference(*leased.values()),
         )
 
     def _note_missed(self, consumer: Consumer, items: Sequence[LiveMessage]) -> Sequence[LiveMessage]:
@@ -451,7 +451,7 @@ class BroadcastSending(_LiveMemorySending):
         if item.body is None:
             return None
         if self._goes_by_address(item):
-            leased[self._sender.sequence] = _addresses_of(item.extents)
+            leased[self._sender.sequence] = leased_addresses(item.extents)
             return _address_body(item.extents)
         # The region's memory is freed right after sending, and then reused. The body can be sent without a copy only if
         # it lies in no region, or if the connection no longer needs it when the send has returned. To a client that
@@ -459,14 +459,6 @@ class BroadcastSending(_LiveMemorySending):
         if item.region is None or (self._connection.copies and not self._mapped):
             return Body(BodyKind.PACKED, item.body)
         return Body(BodyKind.PACKED, [*map(bytes, item.body)])
-
-
-def _addresses(items: Collection[LiveMessage]) -> set[int]:
-    return set().union(*[item.addresses for item in items])
-
-
-def _addresses_of(extents: Sequence[tuple[int, int]]) -> list[int]:
-    return [address for address, length in extents if length]
 
 
 def _address_body(extents: Sequence[tuple[int, int]]) -> Body:

@@ -17,7 +17,7 @@ from dissociated.memory.shared import Backing
 from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.sender import Body, MemoryFreed, Sender
-from dissociated.protocol.wire import BodyKind, Streams, encode_addresses
+from dissociated.protocol.wire import BodyKind, Streams, encode_addresses, leased_addresses
 from dissociated.server.admission import Admission, Limits
 from dissociated.server.encoding import encode_groups
 from dissociated.server.requests import max_message, receive
@@ -287,8 +287,7 @@ class DeviceSending(Sending):
             body = Body(BodyKind.PACKED, ()) if message.parsed.has_body else None
             if extents is not None:
                 body = Body(BodyKind.ADDRESSES, (encode_addresses(extents),))
-                leased = [address for address, length in extents if length]
-                self._hold({self._sender.sequence: leased}, len(extents))
+                self._hold({self._sender.sequence: leased_addresses(extents)}, len(extents))
             with self._stats.sending(self._connection, message.parsed.body_length):
                 self._connection.send(self._sender.send(message.header, body), self._limits.stall_timeout)
             self._stats.messages += 1
