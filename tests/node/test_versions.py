@@ -15,6 +15,7 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.cli import main
+from dissociated.control.commit import StagedSegment
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
@@ -22,7 +23,7 @@ from dissociated.store.store import Store
 from dissociated.training import Batches
 from store.test_memfds import memfd
 from support.helpers import commit_of
-from support.nodes import MIB, put, read, table
+from support.nodes import MIB, SCHEMA, put, read, table
 from support.processes import Process, Start, free_port
 
 HOUR = 3600.0
@@ -243,6 +244,16 @@ def cluster(memory: Path) -> Iterator[Cluster]:
         yield Cluster(memory, running)
 
 
+def commit_on(client: dis.Client, *nodes: Node) -> None:
+    """Replace `d` by a version that has a part with one row on each of `nodes`: 2, 3 ..."""
+    staged = []
+    for number, node in enumerate(nodes, 2):
+        with node.store.writer(f"part {number}", SCHEMA) as writer:
+            writer.write(table(number).to_batches()[0])
+        staged.append(StagedSegment(f"part {number}", node.store.id))
+    client.commit(dis.Commit("d", staged, SCHEMA))
+
+
 def test_numbers_go_on_after_a_catalog_has_lost_its_database(cluster: Cluster) -> None:
     node = cluster.start_node("a")
     for number in range(3):
@@ -273,6 +284,40 @@ def test_a_number_that_was_prepared_for_a_commit_is_not_used_again(cluster: Clus
     cluster.tell()
     put(a.uri, "d", table(3))
     assert version(cluster.uri, "d")[0::2] == (3, [3])
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_version_that_parts_on_several_nodes_replaced_is_not_shown_again(cluster: Cluster, first: str) -> None:
+    a, b = cluster.start_node("a"), cluster.start_node("b")
+    put(a.uri, "d", table(1))
+    cluster.tell()
+    with dis.connect(cluster.uri) as client:
+        client.describe("d")  # makes the catalog keep the version after it is replaced
+        commit_on(client, a, b)
+        assert sorted(read(cluster.uri, "d")) == [2, 3]
+        cluster.tell()
+        assert numbers(cluster.uri, "d") == [1, 2]
+        cluster.lose_catalog()
+        cluster.tell(first)
+        cluster.tell()
+        assert client.list() == []
+        with pytest.raises(CatalogError, match="'d' cannot be appended to: version 2 was evicted, or lost"):
+            client.put("d", table(4), mode="append")
+        client.put("d", table(5))
+        assert version(cluster.uri, "d")[0::2] == (3, [5])
+
+
+def test_a_node_with_a_part_of_the_last_version_does_not_show_the_one_before(memory: Path) -> None:
+    with Node(Store(memory / "a"), ["shm:"]) as a, Node(Store(memory / "b"), ["shm:"], catalog=a.uri) as b:
+        put(a.uri, "d", table(1))
+        with dis.connect(a.uri) as client:
+            client.describe("d")
+            commit_on(client, a, b)
+        assert numbers(a.uri, "d") == [1, 2]
+    with Node(Store(memory / "a"), ["shm:"]) as a, dis.connect(a.uri) as client:
+        assert client.list() == []
+        client.put("d", table(5))
+        assert version(a.uri, "d")[0::2] == (3, [5])
 
 
 def test_the_order_is_that_of_the_numbers_whatever_the_clock_says(

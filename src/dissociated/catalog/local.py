@@ -428,7 +428,7 @@ class LocalCatalog(Catalog):
     def join(self) -> None: ...
 
     def start(self) -> None:
-        self._database.record_removed(self._backend.store.removals())
+        self._database.record_removed(self._backend.store.removals(), self._backend.store.versions())
         self._latest = {
             version.name: version
             for version in self._backend.store.versions()
