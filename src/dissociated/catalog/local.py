@@ -29,7 +29,7 @@ from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError, StoreError
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
 from dissociated.store.numbers import Removal
@@ -225,17 +225,24 @@ class LocalCatalog(Catalog):
         return False
 
     def drop(self, name: str) -> None:
+        # A new database publishes every version in the store that is not recorded as dropped. So delete or record the
+        # versions before the drop is reported.
         with self._advising(name), self._locks.of_name(name):
-            if not self._database.is_durable:
-                # A restart publishes every version in the store, so delete the versions before the drop is reported.
+            stored = [version.id for version in self._backend.store.named(name)]
+            if self._database.is_durable:
+                self._database.drop(name)
+                try:
+                    self.holdings.delete_parts(stored)
+                except StoreError:
+                    self.holdings.record_dropped(stored)
+            else:
                 self._database.find(name)
-                stored = [version.id for version in self._backend.store.named(name)]
                 try:
                     self.holdings.delete_parts(stored)
                 except BaseException:
                     self._record_deletions(stored)
                     raise
-            self._database.drop(name)
+                self._database.drop(name)
         self._clean_up(self._delete_unreferenced)
 
     def abort(self, key: str) -> None:

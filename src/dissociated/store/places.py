@@ -171,6 +171,14 @@ class Places:
             removal = Removal.of(version.number, lost, not version.prepared)
             self.directory.numbers.record(version.name, removal, version.serial)
 
+    def record_dropped(self, *versions: Version) -> None:
+        """Record versions as dropped, durably, although they cannot be removed now. Raises StoreError."""
+        for version in versions:
+            with store_errors(f"recording that {version.name!r} in {self.directory.path} was dropped"):
+                self._record(version, lost=False)
+                for directory in self._directories():
+                    directory.mark_dropped(version)
+
     def confirm(self, version: Version) -> None:
         """Store the changed attributes of a version in its manifest. Raises StoreError."""
         _, place = self.find(version)

@@ -8,7 +8,8 @@
         staging/VERSION.new/    a version that is being committed
         staging/VERSION.gone/   a version that is being removed
         segments/VERSION/       a committed version: 0000.arrows, 0001.arrows ... and manifest.json. An entry without a
-                                readable manifest is set aside: it stays, and is not served
+                                readable manifest is set aside: it stays, and is not served. One with the file `dropped`
+                                could not be removed, and is to be removed at the next start
         trash/                  removed segments that a process may still read
 
 All segments of a version become visible through a single rename. If a process is killed, at any moment, reopening the
@@ -420,6 +421,15 @@ class Store(ProcessBound):
         """
         with self._locked:
             self._places.remove(*versions)
+
+    def record_dropped(self, *versions: Version) -> None:
+        """Record versions as dropped that `remove` has failed to remove, so that the next owner of the store does.
+
+        Raises:
+            StoreError: The record cannot be made durable.
+        """
+        with self._locked:
+            self._places.record_dropped(*versions)
 
     def clear(self) -> None:
         """Remove all versions, the segments that wait for a commit, and the trash that no process uses.
