@@ -136,14 +136,16 @@ class Database:
             self._record_announced(versions, announced)
             versions.expire(versions.now)
 
-    def _record_removed(self, versions: Versions, removed: Mapping[str, Removal], held: Sequence[Version]) -> None:
-        """Record versions that are gone from a node, and versions of which an unknown part is `held`.
+    def _record_removed(
+        self, versions: Versions, removed: Mapping[str, Removal], held_versions: Sequence[Version]
+    ) -> None:
+        """Record versions that are gone from a node, and those of `held_versions` that are unknown parts.
 
         Only a database that is lost knew the other parts of the latter.
         """
         for name, last in removed.items():
             versions.record_removed(name, last)
-        for version in held:
+        for version in held_versions:
             if version.number and not version.whole and not version.prepared and not self._is_known(version):
                 versions.record_removed(version.name, Removal.of(version.number, lost=True, published=True))
 
@@ -369,10 +371,10 @@ class Database:
             versions.use_number(announced.name, announced.number)
         return self.version_of(announced.id)
 
-    def record_removed(self, removed: Mapping[str, Removal], held: Sequence[Version] = ()) -> None:
-        """Record versions that left the store of this process, and its contents, `held`. See `register`."""
+    def record_removed(self, removed: Mapping[str, Removal], held_versions: Sequence[Version] = ()) -> None:
+        """Record versions that left the store of this process, and `held_versions` in it. See `register`."""
         with self._transaction() as versions:
-            self._record_removed(versions, removed, held)
+            self._record_removed(versions, removed, held_versions)
 
     def version_of(self, part: str) -> int | None:
         """Return the number of the latest version that has this part, or None."""
