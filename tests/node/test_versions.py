@@ -192,6 +192,7 @@ def test_versions_that_were_written_without_numbers_are_counted_in_their_order(m
             with dis.connect(node.uri) as client:
                 client.put("d", table(number))
                 client.describe("d")  # makes the node keep the version
+    (store / "numbers").unlink()
     for manifest in store.glob("segments/*/manifest.json"):
         plain = json.loads(manifest.read_text())
         del plain["version"]
@@ -200,6 +201,34 @@ def test_versions_that_were_written_without_numbers_are_counted_in_their_order(m
         with Node(Store(store), ["shm:"]) as node:
             assert numbers(node.uri, "d") == [1, 2, 3]
             assert [version(node.uri, "d", number)[2] for number in (1, 2, 3)] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "append"])
+def test_a_version_whose_manifest_is_empty_leaves_its_number_behind(memory: Path, mode: str) -> None:
+    """The version before it is not shown in its place, and nothing that knows the version accepts a later one."""
+    with ExitStack() as running:
+        with Node(Store(memory), ["shm:"]) as node:
+            client = running.enter_context(dis.connect(node.uri))
+            client.put("d", table(1))
+            client.describe("d")  # makes the node keep the version after it is replaced
+            client.put("d", table(2), mode=mode)
+            handle = client["d"]
+            state = Batches(handle, batch_size=1).state_dict()
+            latest = node.store.named("d")[-1]
+        (memory / "segments" / latest.id / "manifest.json").write_bytes(b"")
+        with Node(Store(memory), ["shm:"]):
+            assert client.list() == []
+            with pytest.raises(CatalogError, match="'d' cannot be appended to: version 2 was evicted, or lost"):
+                client.put("d", table(3), mode="append")
+            client.put("d", table(4, 5))
+            assert client.describe("d").version == 3
+            with pytest.raises(DatasetNotFound, match="no version 2 of the dataset 'd'"):
+                client.read("d", version=2)
+            handle.close()
+            with pytest.raises(DatasetNotFound, match="version 2 of 'd' is gone"):
+                handle.to_table()
+            with pytest.raises(OptionError, match="the state has version"):
+                Batches(client["d"], batch_size=1).load_state_dict(state)
 
 
 # Catalogs of several nodes

@@ -71,6 +71,8 @@ class NoStore:
 
     def record_dropped(self, *versions: Version) -> None: ...
 
+    def record_published(self, version: Version) -> None: ...
+
     def next_serial(self) -> int:
         return 0
 

@@ -318,8 +318,9 @@ class LocalCatalog(Catalog):
                 self._registry.restore(old)
                 self._backend.refuse(prepared.id)
             raise
-        if stored is not None:  # The store may have evicted the version before the database knew it.
-            self._record_deletions([prepared.id])
+        if stored is not None:
+            self._backend.store.record_published(stored)
+            self._record_deletions([prepared.id])  # The store may have evicted the version before the database knew it.
 
     def _commit_distributed(self, commit: Commit, by_node: Mapping[str, Commit]) -> None:
         """Have each node prepare its part, and publish all parts in one transaction of the database."""

@@ -2,7 +2,7 @@
 
     STORE/                      the directory, locked by its one owner
         id                      the id of the store
-        numbers                 the last version number of each dataset that is no longer in the store
+        numbers                 the last version number of each dataset, also of those that are no longer in the store
         staging/NAME.part       a segment that is being written, locked by its writer
         staging/NAME            a finished segment that is not committed yet
         staging/VERSION.new/    a version that is being committed
@@ -384,6 +384,17 @@ class Store(ProcessBound):
         with self._locked:
             current, _ = self._places.find(version)
             self._update(current, prepared=False, whole=whole, number=current.number or number)
+
+    def record_published(self, version: Version) -> None:
+        """Record the number of a published version apart from its manifest, which may be damaged later.
+
+        The store then still knows that the dataset has had this version, and that it is lost. Errors are logged only.
+        """
+        with self._locked:
+            try:
+                self._places.record_published(version)
+            except StoreError as error:
+                _log.warning("the number of a version has no second record: error=%s", str(error))
 
     def _update(self, version: Version, **changes: Any) -> Version:
         updated = replace(version, **changes)
