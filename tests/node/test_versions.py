@@ -231,6 +231,24 @@ def test_a_version_whose_manifest_is_empty_leaves_its_number_behind(memory: Path
                 Batches(client["d"], batch_size=1).load_state_dict(state)
 
 
+def test_nothing_is_appended_to_rows_that_are_gone_from_the_store_of_a_node_with_a_database(memory: Path) -> None:
+    def start() -> Node:
+        return Node(Store(memory / "store"), ["shm:"], database=str(memory / "catalog.db"))
+
+    with start() as node:
+        put(node.uri, "d", table(1))
+        (stored,) = node.store.versions()
+    (memory / "store" / "segments" / stored.id / "manifest.json").write_bytes(b"")
+    with start() as node, dis.connect(node.uri) as client:
+        with pytest.raises(CatalogError, match="rows of version 1 are no longer in the store"):
+            client.put("d", table(2), mode="append")
+        with pytest.raises(DatasetNotFound):
+            client.read("d")
+        client.put("d", table(3))
+        client.put("d", table(4), mode="append")
+        assert client.read("d").read_all() == table(3, 4)
+
+
 # Catalogs of several nodes
 
 

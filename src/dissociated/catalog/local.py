@@ -267,6 +267,8 @@ class LocalCatalog(Catalog):
             if self._database.resolved_commits([commit.key]):
                 raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
             current = self._find_current(commit.name) if commit.append else None
+            if current is not None:
+                self._check_held(current)
             # `next_version` raises if the dataset was lost, even after `_find_current`.
             number = self._database.next_version(commit.name, commit.append)
             commit = replace(commit, number=number, catalog=self._database.id)
@@ -283,6 +285,16 @@ class LocalCatalog(Catalog):
         with suppress(DatasetNotFound):
             return self._database.find(name)
         return None
+
+    def _check_held(self, version: Version) -> None:
+        """Raise CatalogError if a part that only this process has is gone from its store, so its rows are lost."""
+        for part in version.parts:
+            is_own = all(node.id == self.node.id for node in part.nodes)
+            if is_own and self._registry.lookup(part.ticket) is None:
+                raise CatalogError(
+                    f"{version.name!r} cannot be appended to: rows of version {version.number} are no longer in the "
+                    "store; put all rows again, with the mode overwrite"
+                )
 
     def _find_held(self, version: Version) -> Dataset | None:
         """Return the dataset of a version of which this process serves the only part, or None."""
