@@ -333,14 +333,17 @@ def test_a_number_that_was_prepared_for_a_commit_is_not_used_again(cluster: Clus
     assert version(cluster.uri, "d")[0::2] == (3, [3])
 
 
+@pytest.mark.parametrize("parts", ["ab", "bc"])
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_a_version_that_parts_on_several_nodes_replaced_is_not_shown_again(cluster: Cluster, first: str) -> None:
-    a, b = cluster.start_node("a"), cluster.start_node("b")
-    put(a.uri, "d", table(1))
+def test_a_version_that_parts_on_several_nodes_replaced_is_not_shown_again(
+    cluster: Cluster, parts: str, first: str
+) -> None:
+    nodes = {name: cluster.start_node(name) for name in "abc"}
+    put(nodes["a"].uri, "d", table(1))
     cluster.tell()
     with dis.connect(cluster.uri) as client:
         client.describe("d")  # makes the catalog keep the version after it is replaced
-        commit_on(client, a, b)
+        commit_on(client, *(nodes[name] for name in parts))
         assert sorted(read(cluster.uri, "d")) == [2, 3]
         cluster.tell()
         assert numbers(cluster.uri, "d") == [1, 2]

@@ -148,6 +148,7 @@ class Database:
         for version in held_versions:
             if version.number and not version.whole and not version.prepared and not self._is_known(version):
                 versions.record_removed(version.name, Removal.of(version.number, lost=True, published=True))
+                versions.hide_found(version.name, version.number)
 
     def _record_announced(self, versions: Versions, announced: Sequence[Version]) -> None:
         """Record versions that a node holds."""
