@@ -8,6 +8,8 @@ import stat
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -44,11 +46,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def database(clock: Clock) -> Database:
-    made = Database(clock=clock)
-    for node in (A, B):
-        made.register(node, [], "", FOREVER)
-    return made
+def database(clock: Clock) -> Iterator[Database]:
+    with closing(Database(clock=clock)) as made:
+        for node in (A, B):
+            made.register(node, [], "", FOREVER)
+        yield made
 
 
 def part(name: str, node: str = "a", number: int = 0, rows: int | None = 1, serial: int = 1) -> Part:
