@@ -408,12 +408,10 @@ class LocalCatalog(Catalog):
         return {"known": is_known, **(self._node_reply(node, announced) if is_known else {})}
 
     def _node_reply(self, node: str, announced: Sequence[Version]) -> dict[str, Any]:
-        """Return the state of announced versions: the published ones, their new numbers, and the parts to delete."""
-        unnumbered = [version.id for version in announced if not version.number]
+        """Return the state of announced versions: the published ones, and the parts to delete."""
         return {
             "now": time.time(),
             "wanted": self._database.referenced_parts(node, [version.id for version in announced]),
-            "numbers": self._database.versions_of(unnumbered),
             "unwanted": self._database.unreferenced_parts(node, announced),
         }
 
@@ -445,9 +443,7 @@ class LocalCatalog(Catalog):
         if any(entry.replaces(version) for entry in self._backend.store.set_aside):
             raise CatalogError("a later version of the dataset is set aside, so this version is not published")
         (described,) = self.holdings.describe_versions([version])
-        number = self._database.learn(described)
-        if number is not None and not version.number:
-            self._backend.confirm({version.id: True}, {version.id: number})
+        self._database.learn(described)
         latest = self._latest[version.name]
         if latest.id != version.id and latest.created + self.retain > time.time():
             with suppress(DatasetNotFound):  # Its time to live may be over.

@@ -372,17 +372,16 @@ class Store(ProcessBound):
             )
         return path
 
-    def confirm(self, version: Version, whole: bool, number: int = 0) -> None:
+    def confirm(self, version: Version, whole: bool) -> None:
         """Record that a prepared version was published.
 
         Args:
             version: The version.
             whole: Whether the version is all of the dataset, not one host's part.
-            number: The number of the version, which the catalog assigned. It is ignored if the version already has one.
         """
         with self._locked:
             current, _ = self._places.find(version)
-            self._update(current, prepared=False, whole=whole, number=current.number or number)
+            self._update(current, prepared=False, whole=whole)
 
     def _update(self, version: Version, **changes: Any) -> Version:
         updated = replace(version, **changes)
