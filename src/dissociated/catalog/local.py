@@ -376,7 +376,7 @@ class LocalCatalog(Catalog):
         if body.get("signs", "") != self._registry.tickets.fingerprint():
             raise AccessDenied(
                 "this catalog and the node do not make the same tickets: start both with the same secret and a "
-                "ticket_lifetime, or both without"
+                "ticket_lifetime (--secret-file, --ticket-lifetime), or both without"
             )
         if (duplicate := self._members.find_duplicate(node)) is not None:
             raise AccessDenied(

@@ -49,7 +49,8 @@ class FileDataset(SegmentsDataset):
         if not segment.index.is_ended:
             raise SourceError(
                 f"{str(path)!r} has no end-of-stream marker, so it may be incomplete: write the file anew; if it "
-                "is complete, publish a reader, pyarrow.ipc.open_stream(path)"
+                r"is complete, add the marker (printf '\377\377\377\377\0\0\0\0' >> FILE), or publish a reader, "
+                "pyarrow.ipc.open_stream(path)"
             )
         check_alone(str(path), segment.index)
         segment.modification_check = partial(_check_unchanged, path, segment.descriptor, state)
@@ -92,7 +93,7 @@ def check_rest(where: str, trailing_bytes: Buffer) -> None:
     if len(trailing_bytes) and not is_statistics(trailing_bytes):
         raise SourceError(
             f"{where!r} has data after its end-of-stream marker, where Arrow readers stop: publish each stream by "
-            "itself"
+            "itself (with --append, dissociated put adds one to another)"
         )
 
 
