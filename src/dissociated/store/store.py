@@ -432,11 +432,6 @@ class Store(ProcessBound):
             self.sweep()
             self._places.empty_trash()
 
-    def spilled(self, version: Version) -> bool:
-        """Return whether a version lies in the directory on disk."""
-        with self._locked:
-            return not self._places.in_memory(version)
-
     def sweep(self) -> None:
         """Remove unfinished files without a writer, segments that were not committed in time, and unused trash."""
         with self._locked:
