@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base.display import advise_name
+from dissociated.base.interrupts import interrupts_held
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import FOREVER, Database
@@ -29,7 +30,7 @@ from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
 from dissociated.store.numbers import Removal
@@ -204,25 +205,18 @@ class LocalCatalog(Catalog):
     def publish_dataset(self, dataset: Dataset, ttl: float | None = None) -> None:
         part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
         commit = Commit(dataset.name, key=part.id, ttl=ttl)
-        with self._locks.of_name(dataset.name):
+        with self._locks.of_name(dataset.name), interrupts_held():
             old = self._registry.find_name(dataset.name)
             try:
                 self._registry.publish(dataset)  # first, so that every ticket in the catalog works
                 self._registry.assign_part(part.id, dataset)
                 self._database.publish(commit, schemas.serialize(dataset.schema), [part])
             except BaseException:
-                if not self._is_published(part.id):  # Ctrl-C may come after the transaction.
-                    self._registry.withdraw_parts([part.id])
-                    self._registry.withdraw(dataset)
-                    self._registry.restore(old)
+                self._registry.withdraw_parts([part.id])
+                self._registry.withdraw(dataset)
+                self._registry.restore(old)
                 raise
         self._clean_up(self._delete_unreferenced)
-
-    def _is_published(self, part: str) -> bool:
-        """Return whether a version has the part. A database that does not answer has not published it either."""
-        with suppress(DissociatedError):
-            return self._database.version_of(part) is not None
-        return False
 
     def drop(self, name: str) -> None:
         with self._advising(name), self._locks.of_name(name):
