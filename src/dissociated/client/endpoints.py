@@ -95,10 +95,10 @@ class EndpointReader:
             return self._open_rows(info, traced)
 
     def read_parts(
-        self, describe: Describe, request: ReadRequest, known: DatasetInfo | None = None
+        self, describe: Describe, request: ReadRequest, known_info: DatasetInfo | None = None
     ) -> Sequence[pa.RecordBatchReader]:
-        """Open all endpoints, each with a reader of its own. If a description is `known`, the look-up is left out."""
-        return self._read(describe, request, self._open_parts, known)
+        """Open all endpoints, each with a reader of its own. If there is a `known_info`, the look-up is left out."""
+        return self._read(describe, request, self._open_parts, known_info)
 
     def read_on_device(self, describe: Describe, request: ReadRequest) -> DeviceReader:
         """Read a dataset onto the device of `request`: in place if it lies there, else received or copied there.
@@ -117,11 +117,11 @@ class EndpointReader:
             return self._open_part(info, endpoint, traced)
 
     def _read(
-        self, describe: Describe, request: ReadRequest, open_info: Open[T], known: DatasetInfo | None = None
+        self, describe: Describe, request: ReadRequest, open_info: Open[T], known_info: DatasetInfo | None = None
     ) -> T:
         """Look the dataset up and open it. If it is replaced between the two, do both again."""
         with _traced(request) as traced:
-            info = known or describe()
+            info = known_info or describe()
             for attempt in count(1):
                 try:
                     with _opening(info, info.endpoints):

@@ -181,11 +181,11 @@ class VersionReader(ProcessBound):
                     self._attempts += 1
         return self._mapped
 
-    def _map(self, known: DatasetInfo | None) -> MappedVersion | None:
-        """Map the version where the `known` description says that it lies, and then where the catalog says."""
+    def _map(self, known_info: DatasetInfo | None) -> MappedVersion | None:
+        """Map the version where `known_info` says that it lies, and then where the catalog says."""
         from dissociated.client.mapped import MappedVersion  # on first use: pyarrow.dataset is slow to import
 
-        readers = self.client.endpoints.read_parts(self.describe, self._at(self.client.defaults), known)
+        readers = self.client.endpoints.read_parts(self.describe, self._at(self.client.defaults), known_info)
         in_place = all(isinstance(reader, MappedReader) and reader.is_mapped for reader in readers)
         mapped = MappedVersion.read(readers, self.computes_statistics)
         if mapped is None and in_place:  # it has too many batches, and will always have
