@@ -217,7 +217,7 @@ class _TlsListener(SocketListener):
 class TlsTransport(Transport):
     """The transport `tls`. See the module."""
 
-    carries_streams = True
+    connection_type = TlsConnection
     encrypted = True
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
