@@ -126,6 +126,42 @@ def test_metadata_of_other_servers_is_not_taken_for_ours(
     assert "grpc" in capsys.readouterr().out
 
 
+#: Values of the metadata of a schema under the key of this library's tensors.
+TENSORS = [
+    *(
+        b'{"count": %s, "first": []}' % count
+        for count in (b"1e999", b"NaN", b"9" * 400, b"9" * 5000, b"-5", b'"x"', b"[]")
+    ),
+    *(
+        b'{"count": 1, "first": [{"format": "f", "type": "t", "shape": [%s], "names": []}]}' % length
+        for length in (b"1e999", b"9" * 400, b"-1e999", b"{}", b"null")
+    ),
+    rb'{"count": 1, "first": [{"format": "\ud800", "type": "\u001b[2J", "shape": [1], "names": ["\ud800"]}]}',
+    rb'{"count": 1, "first": [{"format": "\u001b[2J", "type": "\u001b[2J", "shape": [1], "names": []}]}',
+    b"[" * 100_000,
+    b"\xff",
+]
+
+
+def test_descriptions_of_tensors_by_other_servers_can_be_shown(
+    server: Flights, client: dis.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, told in enumerate(TENSORS):
+        descriptor = flight.FlightDescriptor.for_path(f"{number}")
+        schema = pa.schema([], metadata={b"dissociated.tensors": told})
+        server.infos[descriptor.path[0]] = flight.FlightInfo(schema, descriptor, [endpoint()], 2**63 - 1, -(2**63))
+    found = client.list()
+    assert len(found) == len(TENSORS)
+    for info in found:
+        for shown in (repr(info), info._repr_html_(), repr(client.dataset(info.name)), repr([info]), repr(found)):
+            assert len(shown.encode()) < 10_000
+            assert "\x1b" not in shown
+        assert main(["describe", f"{server.uri}/{info.name}"]) == 0
+    assert found._repr_html_()
+    assert main(["ls", "-l", server.uri]) == main(["ls", "--json", server.uri]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_a_dataset_is_read_wherever_flight_says(server: Flights, client: dis.Client) -> None:
     """The token of the catalog is sent along. Only `other` knows its ticket."""
     with Flights() as other, dis.connect(server.uri, token="sesame") as guarded, socket.socket() as silent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import random
 import shutil
 import threading
@@ -18,11 +19,11 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
-from dissociated.errors import AccessDenied, CatalogError, NodeUnreachable, StoreError
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, NodeUnreachable, StoreError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from support.helpers import PATIENCE, wait_until
+from support.helpers import PATIENCE, case, wait_until
 from support.injection import Fault
 from support.nodes import put, read, table
 
@@ -176,20 +177,60 @@ def test_a_deletion_that_failed_is_tried_again(memory: Path) -> None:
         pair.check({})
 
 
-def test_a_node_whose_deletion_failed_starts_again(memory: Path) -> None:
-    def start() -> Node:
-        return Node(Store(memory / "store"), ["shm:"], database=str(memory / "catalog.db"))
+def test_what_was_dropped_and_could_not_be_deleted_stays_away_although_the_database_is_lost(memory: Path) -> None:
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        for name in "ab":
+            put(pair.node.uri, name, table(1))
+        pair.tell()
+        pair.catalog.catalog.drop("a")
+        with Fault(str(memory / "store" / "segments"), operations=("rename",), times=1000):
+            with pytest.raises(StoreError, match="removing 'a'"):
+                pair.node.service.catalog.reconcile()
+            pair.node.close()
+        pair.catalog.close()
+        pair.start_catalog(fresh=True)
+        pair.start_node()
+        pair.tell()
+        pair.check({"b": 1})
+        put(pair.node.uri, "a", table(2))
+        with dis.connect(pair.catalog.uri) as client:
+            assert client.describe("a").version == 2
 
-    fault = Fault(str(memory / "store" / "segments"), operations=("rename",), times=1000)
-    with start() as node, dis.connect(node.uri) as client:
+
+def start_with(memory: Path, database: str) -> Node:
+    return Node(Store(memory / "store"), ["shm:"], database=str(memory / database), retain=0.0)
+
+
+def test_a_node_whose_deletion_failed_starts_again(memory: Path) -> None:
+    for database in ("catalog.db", "another.db"):  # the second is that of a node that has lost the first
+        fault = Fault(str(memory / "store" / "segments"), operations=("rename",), times=1000)
+        with start_with(memory, "catalog.db") as node, dis.connect(node.uri) as client:
+            client.put("a", table(1))
+            number = client.describe("a").version
+            fault.arm()
+            client.drop("a")
+            assert client.list() == []
+        node = start_with(memory, database)  # it cannot delete the version either
+        fault.disarm()
+        with case(database), node, dis.connect(node.uri) as client:
+            assert client.list() == []
+            wait_until(lambda: not os.listdir(memory / "store" / "segments"), "the deletion was tried again")
+            client.put("a", table(2))
+            assert client.describe("a").version == number + 1
+            client.drop("a")
+
+
+def test_a_drop_that_cannot_even_be_recorded_is_not_acknowledged(memory: Path) -> None:
+    with start_with(memory, "catalog.db") as node, dis.connect(node.uri) as client:
         client.put("a", table(1))
-        fault.arm()
-        client.drop("a")  # The database decides.
-    node = start()
-    fault.disarm()
-    with node, dis.connect(node.uri) as client:
-        assert client.list() == []
-        wait_until(lambda: node.store.versions() == [], "the deletion was tried again")
+        for operations in (("rename", "write"), ("rename", "create")):
+            with case(operations), Fault(f"{memory}/store", operations=operations, times=1000):
+                with pytest.raises(CatalogError, match=r"recording that 'a' in .* was dropped: Input/output error"):
+                    client.drop("a")
+                with pytest.raises(DatasetNotFound):
+                    client.read("a")
+            client.put("a", table(1))
 
 
 def test_a_catalog_that_does_not_answer_does_not_hold_up_the_end_of_a_node(

@@ -22,7 +22,7 @@ TABLE = pa.Table.from_batches([pa.record_batch({"n": range(at, at + 50), "m": ra
 
 
 #: Options that select the data, each of which uses another kind of reader.
-CHOICES: list[dict[str, Any]] = [{}, {"columns": ["m"]}, {"filter": ["n", ">", 10]}, {"limit": 100_000}]
+CHOICES: list[dict[str, Any]] = [{}, {"columns": ["m"]}, {"filter": ["n", ">", 10]}, {"limit": 1 << 40}]
 
 
 @pytest.mark.parametrize("listen", ["shm:", "tcp://127.0.0.1:0"])
@@ -52,8 +52,9 @@ def test_a_reader_that_another_thread_reads_can_be_closed() -> None:
     going_on = threading.Event()
 
     def slow() -> Iterator[pa.RecordBatch]:
-        for batch in TABLE.to_batches():
-            yield batch
+        """Never end: the connection of a stream that has ended stays open for the next read."""
+        for at in count():
+            yield TABLE.to_batches()[at % 100]
             going_on.wait(PATIENCE)
 
     with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:

@@ -391,12 +391,16 @@ class HostileCatalog(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow 
         self.endpoint: bytes = b""
         self.answer: bytes = b""
         self.totals = 0, 0
+        self.tensors: bytes | None = None
         self.expires: int | None = None
 
     def _info(self) -> Any:
         endpoint = flight.FlightEndpoint(b"ticket", ["tcp://127.0.0.1:1"], self.expires, self.endpoint)
         where = flight.FlightDescriptor.for_path("d")
-        return flight.FlightInfo(table().schema, where, [endpoint], *self.totals, app_metadata=self.version)
+        schema = table().schema
+        if self.tensors is not None:
+            schema = schema.with_metadata({b"dissociated.tensors": self.tensors})
+        return flight.FlightInfo(schema, where, [endpoint], *self.totals, app_metadata=self.version)
 
     def list_flights(self, context: Any, criteria: bytes) -> Iterator[Any]:
         yield self._info()
@@ -439,6 +443,7 @@ def fuzz_answers(outcomes: Outcomes, dice: random.Random, count: int) -> None:
         {"versions": [{"version": 1, "created": 1e9, "rows": 5, "current": True}]},
         {"nodes": [{"id": "n", "host": "h", "boot_id": "b", "flight": "f", "locations": [], "alive": True, "seen": 1}]},
     ]
+    tensors = {"count": 1, "first": [{"format": "dense", "type": "int64", "shape": [2, 3], "names": ["x", "y"]}]}
     rows = ipc_stream()
     with HostileCatalog() as catalog, dis.connect(f"grpc://127.0.0.1:{catalog.port}") as client:
 
@@ -477,6 +482,7 @@ def fuzz_answers(outcomes: Outcomes, dice: random.Random, count: int) -> None:
             catalog.version = spoilt(version, number)
             catalog.endpoint = spoilt(endpoint, number)
             catalog.answer = spoilt(dice.choice(answers), number)
+            catalog.tensors = spoilt(tensors, number) if dice.random() < 0.3 else None
             catalog.totals = dice.choice(((5, 100), (-1, -1), (2**63 - 1, 2**63 - 1), (-(2**63), 0)))
             outcomes.attempt(number, dice.choice(calls))  # type: ignore[arg-type]
 

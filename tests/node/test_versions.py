@@ -15,6 +15,7 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.cli import main
+from dissociated.control.commit import StagedSegment
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
@@ -22,7 +23,7 @@ from dissociated.store.store import Store
 from dissociated.training import Batches
 from store.test_memfds import memfd
 from support.helpers import commit_of
-from support.nodes import MIB, put, read, table
+from support.nodes import MIB, SCHEMA, put, read, table
 from support.processes import Process, Start, free_port
 
 HOUR = 3600.0
@@ -184,6 +185,52 @@ def test_a_commit_that_reached_the_store_and_not_the_database_is_the_last(memory
         assert version(running.uri, "d")[0::2] == (4, [1, 2, 3, 4])
 
 
+@pytest.mark.parametrize("mode", ["overwrite", "append"])
+def test_a_version_whose_manifest_is_empty_leaves_its_number_behind(memory: Path, mode: str) -> None:
+    """The version before it is not shown in its place, and nothing that knows the version accepts a later one."""
+    with ExitStack() as running:
+        with Node(Store(memory), ["shm:"]) as node:
+            client = running.enter_context(dis.connect(node.uri))
+            client.put("d", table(1))
+            client.describe("d")  # makes the node keep the version after it is replaced
+            client.put("d", table(2), mode=mode)
+            handle = client["d"]
+            state = Batches(handle, batch_size=1).state_dict()
+            latest = node.store.named("d")[-1]
+        (memory / "segments" / latest.id / "manifest.json").write_bytes(b"")
+        with Node(Store(memory), ["shm:"]):
+            assert client.list() == []
+            with pytest.raises(CatalogError, match="'d' cannot be appended to: version 2 was evicted, or lost"):
+                client.put("d", table(3), mode="append")
+            client.put("d", table(4, 5))
+            assert client.describe("d").version == 3
+            with pytest.raises(DatasetNotFound, match="no version 2 of the dataset 'd'"):
+                client.read("d", version=2)
+            handle.close()
+            with pytest.raises(DatasetNotFound, match="version 2 of 'd' is gone"):
+                handle.to_table()
+            with pytest.raises(OptionError, match="the state has version"):
+                Batches(client["d"], batch_size=1).load_state_dict(state)
+
+
+def test_nothing_is_appended_to_rows_that_are_gone_from_the_store_of_a_node_with_a_database(memory: Path) -> None:
+    def start() -> Node:
+        return Node(Store(memory / "store"), ["shm:"], database=str(memory / "catalog.db"))
+
+    with start() as node:
+        put(node.uri, "d", table(1))
+        (stored,) = node.store.versions()
+    (memory / "store" / "segments" / stored.id / "manifest.json").write_bytes(b"")
+    with start() as node, dis.connect(node.uri) as client:
+        with pytest.raises(CatalogError, match="rows of version 1 are no longer in the store"):
+            client.put("d", table(2), mode="append")
+        with pytest.raises(DatasetNotFound):
+            client.read("d")
+        client.put("d", table(3))
+        client.put("d", table(4), mode="append")
+        assert client.read("d").read_all() == table(3, 4)
+
+
 # Catalogs of several nodes
 
 
@@ -226,6 +273,16 @@ def cluster(memory: Path) -> Iterator[Cluster]:
         yield Cluster(memory, running)
 
 
+def commit_on(client: dis.Client, *nodes: Node) -> None:
+    """Replace `d` by a version that has a part with one row on each of `nodes`: 2, 3 ..."""
+    staged = []
+    for number, node in enumerate(nodes, 2):
+        with node.store.writer(f"part {number}", SCHEMA) as writer:
+            writer.write(table(number).to_batches()[0])
+        staged.append(StagedSegment(f"part {number}", node.store.id))
+    client.commit(dis.Commit("d", staged, SCHEMA))
+
+
 def test_numbers_go_on_after_a_catalog_has_lost_its_database(cluster: Cluster) -> None:
     node = cluster.start_node("a")
     for number in range(3):
@@ -256,6 +313,43 @@ def test_a_number_that_was_prepared_for_a_commit_is_not_used_again(cluster: Clus
     cluster.tell()
     put(a.uri, "d", table(3))
     assert version(cluster.uri, "d")[0::2] == (3, [3])
+
+
+@pytest.mark.parametrize("parts", ["ab", "bc"])
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_version_that_parts_on_several_nodes_replaced_is_not_shown_again(
+    cluster: Cluster, parts: str, first: str
+) -> None:
+    nodes = {name: cluster.start_node(name) for name in "abc"}
+    put(nodes["a"].uri, "d", table(1))
+    cluster.tell()
+    with dis.connect(cluster.uri) as client:
+        client.describe("d")  # makes the catalog keep the version after it is replaced
+        commit_on(client, *(nodes[name] for name in parts))
+        assert sorted(read(cluster.uri, "d")) == [2, 3]
+        cluster.tell()
+        assert numbers(cluster.uri, "d") == [1, 2]
+        cluster.lose_catalog()
+        cluster.tell(first)
+        cluster.tell()
+        assert client.list() == []
+        with pytest.raises(CatalogError, match="'d' cannot be appended to: version 2 was evicted, or lost"):
+            client.put("d", table(4), mode="append")
+        client.put("d", table(5))
+        assert version(cluster.uri, "d")[0::2] == (3, [5])
+
+
+def test_a_node_with_a_part_of_the_last_version_does_not_show_the_one_before(memory: Path) -> None:
+    with Node(Store(memory / "a"), ["shm:"]) as a, Node(Store(memory / "b"), ["shm:"], catalog=a.uri) as b:
+        put(a.uri, "d", table(1))
+        with dis.connect(a.uri) as client:
+            client.describe("d")
+            commit_on(client, a, b)
+        assert numbers(a.uri, "d") == [1, 2]
+    with Node(Store(memory / "a"), ["shm:"]) as a, dis.connect(a.uri) as client:
+        assert client.list() == []
+        client.put("d", table(5))
+        assert version(a.uri, "d")[0::2] == (3, [5])
 
 
 def test_the_order_is_that_of_the_numbers_whatever_the_clock_says(

@@ -7,7 +7,9 @@ import gc
 import os
 import signal
 import socket
+import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +22,11 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
+from dissociated.catalog.upstream import UpstreamCatalog
+from dissociated.control.commit import StagedSegment
 from dissociated.errors import CatalogError, FormatError, OptionError
+from dissociated.node.node import Node
+from dissociated.store.store import Store
 from dissociated.uri import Uri
 from support.helpers import (
     PATIENCE,
@@ -32,6 +38,7 @@ from support.helpers import (
     serving,
     wait_until,
 )
+from support.nodes import SCHEMA, table
 
 TABLE = pa.table({"n": [1, 2, 3]})
 
@@ -247,8 +254,8 @@ def test_what_is_held_stays_as_it_was_published(serve: Serve) -> None:
     for content in encoded.values():
         content[-len(content) // 2 :] = bytes(len(content) - len(content) // 2)
     expected = {"columns": pa.table({"n": range(1000)}), "bytes": TABLE, "view": TABLE}
-    for name, table in expected.items():
-        assert dis.open_stream(server.locations(name)[0], server.ticket(name)).read_all() == table
+    for name, rows in expected.items():
+        assert dis.open_stream(server.locations(name)[0], server.ticket(name)).read_all() == rows
 
 
 def test_what_a_writer_writes_is_published_at_its_close(serve: Serve) -> None:
@@ -431,3 +438,38 @@ def test_a_time_to_live_takes_a_catalog(serve: Serve) -> None:
     with pytest.raises(OptionError, match="ttl needs a catalog"):
         server.publish("data", TABLE, ttl=60)
     assert server.names() == []
+
+
+def test_a_slow_commit_of_a_dataset_delays_no_publication_of_another(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    prepare = UpstreamCatalog.prepare
+
+    def prepare_slowly(self: UpstreamCatalog, body: Mapping[str, Any]) -> dict[str, Any]:
+        has_begun.set()
+        assert may_end.wait(PATIENCE)
+        return prepare(self, body)
+
+    monkeypatch.setattr(UpstreamCatalog, "prepare", prepare_slowly)
+    with (
+        dis.Server(["shm:"]) as server,
+        Node(Store(memory), ["shm:"], catalog=server.catalog_uri) as node,
+        dis.connect(server.catalog_uri) as client,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        with node.store.writer("w", SCHEMA) as writer:
+            writer.write(table(1).to_batches()[0])
+        commit = pool.submit(client.commit, dis.Commit("slow", [StagedSegment("w", node.store.id)], SCHEMA))
+        try:
+            assert has_begun.wait(PATIENCE)
+            same_name = pool.submit(server.publish, "slow", table(2))
+            pool.submit(server.publish, "other", table(3)).result(PATIENCE)
+            assert client.read("other").read_all() == table(3)
+            server.drop("other")
+            assert not same_name.done()
+        finally:
+            may_end.set()
+        commit.result(PATIENCE)
+        same_name.result(PATIENCE)
+        assert client.read("slow").read_all() == table(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_what_was_never_published_uses_a_number_and_changes_nothing_else(memory:
         store.remove(commit(store, "d", 2, prepared=True))
         assert store.removals() == {"d": (1, True, 2)}
     assert removed(memory) == {"d": (1, True)}
+
+
+def test_a_commit_that_was_refused_uses_a_number_and_hides_no_version(memory: Path, tmp_path: Path) -> None:
+    with Store(memory, limit=2 * MIB, policy=Policy.SPILL, spill=tmp_path / "spill") as store:
+        kept, spilled = commit(store, "kept", 1), commit(store, "spilled", 1, range(100_000))
+        for version in (kept, spilled):
+            store.record_published(version)
+        store.ensure_room("new", int(1.9 * MIB))
+        assert [path.name for path in (tmp_path / "spill" / "segments").iterdir()] == [spilled.id]
+        for name in ("kept", "spilled"):
+            store.remove(replace(commit(store, name, 2), prepared=True))
+        assert store.removals() == {"kept": (0, False, 2), "spilled": (0, False, 2)}
 
 
 def test_a_number_survives_a_kill_during_the_removal(memory: Path) -> None:

@@ -69,6 +69,10 @@ class NoStore:
     def changed(self, since: int) -> list[str] | None:
         return []
 
+    def record_dropped(self, *versions: Version) -> None: ...
+
+    def record_published(self, version: Version) -> None: ...
+
     def next_serial(self) -> int:
         return 0
 

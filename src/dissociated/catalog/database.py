@@ -132,14 +132,23 @@ class Database:
             for row in self._tables.all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
                 if row["id"] not in held_ids:
                     versions.remove_missing(row["id"], node.host)
-            self._record_removed(versions, removed or {})
+            self._record_removed(versions, removed or {}, announced)
             self._record_announced(versions, announced)
             versions.expire(versions.now)
 
-    def _record_removed(self, versions: Versions, removed: Mapping[str, Removal]) -> None:
-        """Record versions that are gone from a node."""
+    def _record_removed(
+        self, versions: Versions, removed: Mapping[str, Removal], held_versions: Sequence[Version]
+    ) -> None:
+        """Record versions that are gone from a node, and those of `held_versions` that are unknown parts.
+
+        Only a database that is lost knew the other parts of the latter.
+        """
         for name, last in removed.items():
             versions.record_removed(name, last)
+        for version in held_versions:
+            if version.number and not version.whole and not version.prepared and not self._is_known(version):
+                versions.record_removed(version.name, Removal.of(version.number, lost=True, published=True))
+                versions.hide_found(version.name, version.number)
 
     def _record_announced(self, versions: Versions, announced: Sequence[Version]) -> None:
         """Record versions that a node holds."""
@@ -359,10 +368,10 @@ class Database:
                 versions.learn(announced)
             versions.use_number(announced.name, announced.number)
 
-    def record_removed(self, removed: Mapping[str, Removal]) -> None:
-        """Record versions that are gone from the store of this process. See `register`."""
+    def record_removed(self, removed: Mapping[str, Removal], held_versions: Sequence[Version] = ()) -> None:
+        """Record versions that left the store of this process, and `held_versions` in it. See `register`."""
         with self._transaction() as versions:
-            self._record_removed(versions, removed)
+            self._record_removed(versions, removed, held_versions)
 
     def version_of(self, part: str) -> int | None:
         """Return the number of the latest version that has this part, or None."""

@@ -89,6 +89,11 @@ class Holdings:
         finally:
             self.registry.withdraw_parts([part for part in parts if self.backend.store.version(part) is None])
 
+    def record_dropped(self, parts: Sequence[str]) -> None:
+        """Record those of `parts` that could not be deleted as dropped. Raise StoreError if that fails, too."""
+        store = self.backend.store
+        store.record_dropped(*(version for version in map(store.version, parts) if version is not None))
+
     def open(self, ticket: bytes) -> pa.RecordBatchReader:
         """Return a reader of the data of a ticket, or of a selection of that data, for Flight.
 

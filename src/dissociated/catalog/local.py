@@ -30,7 +30,7 @@ from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
 from dissociated.store.numbers import Removal
@@ -219,17 +219,24 @@ class LocalCatalog(Catalog):
         self._clean_up(self._delete_unreferenced)
 
     def drop(self, name: str) -> None:
+        # A new database publishes every version in the store that is not recorded as dropped. So delete or record the
+        # versions before the drop is reported.
         with self._advising(name), self._locks.of_name(name):
-            if not self._database.is_durable:
-                # A restart publishes every version in the store, so delete the versions before the drop is reported.
+            stored = [version.id for version in self._backend.store.named(name)]
+            if self._database.is_durable:
+                self._database.drop(name)
+                try:
+                    self.holdings.delete_parts(stored)
+                except StoreError:
+                    self.holdings.record_dropped(stored)
+            else:
                 self._database.find(name)
-                stored = [version.id for version in self._backend.store.named(name)]
                 try:
                     self.holdings.delete_parts(stored)
                 except BaseException:
                     self._record_deletions(stored)
                     raise
-            self._database.drop(name)
+                self._database.drop(name)
         self._clean_up(self._delete_unreferenced)
 
     def abort(self, key: str) -> None:
@@ -254,6 +261,8 @@ class LocalCatalog(Catalog):
             if self._database.resolved_commits([commit.key]):
                 raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
             current = self._find_current(commit.name) if commit.append else None
+            if current is not None:
+                self._check_held(current)
             # `next_version` raises if the dataset was lost, even after `_find_current`.
             number = self._database.next_version(commit.name, commit.append)
             commit = replace(commit, number=number, catalog=self._database.id)
@@ -270,6 +279,16 @@ class LocalCatalog(Catalog):
         with suppress(DatasetNotFound):
             return self._database.find(name)
         return None
+
+    def _check_held(self, version: Version) -> None:
+        """Raise CatalogError if a part that only this process has is gone from its store, so its rows are lost."""
+        for part in version.parts:
+            is_own = all(node.id == self.node.id for node in part.nodes)
+            if is_own and self._registry.lookup(part.ticket) is None:
+                raise CatalogError(
+                    f"{version.name!r} cannot be appended to: rows of version {version.number} are no longer in the "
+                    "store; put all rows again, with the mode overwrite"
+                )
 
     def _find_held(self, version: Version) -> Dataset | None:
         """Return the dataset of a version of which this process serves the only part, or None."""
@@ -305,8 +324,9 @@ class LocalCatalog(Catalog):
                 self._registry.restore(old)
                 self._backend.refuse(prepared.id)
             raise
-        if stored is not None:  # The store may have evicted the version before the database knew it.
-            self._record_deletions([prepared.id])
+        if stored is not None:
+            self._backend.store.record_published(stored)
+            self._record_deletions([prepared.id])  # The store may have evicted the version before the database knew it.
 
     def _commit_distributed(self, commit: Commit, by_node: Mapping[str, Commit]) -> None:
         """Have each node prepare its part, and publish all parts in one transaction of the database."""
@@ -420,7 +440,7 @@ class LocalCatalog(Catalog):
     def join(self) -> None: ...
 
     def start(self) -> None:
-        self._database.record_removed(self._backend.store.removals())
+        self._database.record_removed(self._backend.store.removals(), self._backend.store.versions())
         self._latest = {
             version.name: version
             for version in self._backend.store.versions()

@@ -28,7 +28,7 @@ from dissociated.control.descriptors import parse_get
 from dissociated.control.messages import parse_app_metadata
 from dissociated.control.version import NodeRecord, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DissociatedError
+from dissociated.errors import AccessDenied, CatalogError, DissociatedError, StoreError
 from dissociated.monitoring.status import NodeStatus, ServerStatus
 
 _log = logging.getLogger(__name__)
@@ -205,7 +205,11 @@ class UpstreamCatalog(Catalog):
         self._digest, self._reported_changes = digest, None
         self._backend.confirm(reply.get("wanted", {}))
         if reply["unwanted"]:
-            self.holdings.delete_parts(reply["unwanted"])
+            try:
+                self.holdings.delete_parts(reply["unwanted"])
+            except StoreError:
+                self.holdings.record_dropped(reply["unwanted"])  # in case the upstream loses its database
+                raise
         self._reported_changes = changes
         return True
 

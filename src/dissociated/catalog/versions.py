@@ -162,6 +162,17 @@ class Versions:
         if not is_known or removed.lost:
             self._publish_number(name, removed.version, removed.lost)
 
+    def hide_found(self, name: str, number: int) -> None:
+        """Hide the current version of `name` if it was found in a store, and is older than the lost version `number`.
+
+        It is kept and stays readable by its number: it may be the only version that is left.
+        """
+        self._tables.run(
+            "UPDATE versions SET replaced = :now, promised = :forever"
+            " WHERE name = :name AND number < :number AND replaced IS NULL AND origin != :committed",
+            {"now": self.now, "forever": 1e18, "name": name, "number": number, "committed": Origin.COMMITTED},
+        )
+
     # Publishing
 
     def record_commit(self, version: int, append: bool) -> None:

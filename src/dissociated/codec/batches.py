@@ -40,7 +40,13 @@ class RaisingAgain(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        return self._reading.take(self._items.__next__)
+        items = self._items
+        try:
+            return self._reading.take(items.__next__)
+        except BaseException:
+            if self._items is not items:  # `close` found this thread reading
+                _close(items)
+            raise
 
     def close(self) -> None:
         """Take no more items, and close their source.
@@ -49,8 +55,12 @@ class RaisingAgain(Generic[T]):
         """
         self._reading.close()
         items, self._items = self._items, iter(())
-        if isinstance(items, Generator):
-            close_idle(items)
+        _close(items)
+
+
+def _close(items: Iterator[object]) -> None:
+    if isinstance(items, Generator):
+        close_idle(items)
 
 
 class BatchReader(OneTimeReader, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 
+from dissociated.base import strict_json
 from dissociated.base.display import count, html, html_table, plain_table, shorten, size
 from dissociated.control.change_counter import CounterPlace
 from dissociated.control.locations import Endpoint
@@ -68,14 +69,14 @@ def parse_tensors_info(schema: pa.Schema) -> TensorsInfo | None:
     if text is None:
         return None
     try:
-        plain = json.loads(text)
+        plain = strict_json.loads(text)
         first = (
             TensorInfo(
                 str(tensor["format"]), str(tensor["type"]), (*map(int, tensor["shape"]),), (*map(str, tensor["names"]),)
             )
             for tensor in plain["first"]
         )
-        return TensorsInfo(int(plain["count"]), tuple(first))
+        return TensorsInfo(max(0, int(plain["count"])), tuple(first))
     except (ValueError, KeyError, TypeError):
         return TensorsInfo(0, ())  # the metadata has this key, but was written by other software
 
@@ -197,8 +198,8 @@ class DatasetInfo:
         tensors = self.tensors
         if tensors is not None:
             shapes = [
-                [column.type, " x ".join(map(str, column.shape)), column.format]
-                for column in tensors.first[:_MAX_LINES]
+                [shorten(text, type_width) for text in (tensor.type, " x ".join(map(str, tensor.shape)), tensor.format)]
+                for tensor in tensors.first[:_MAX_LINES]
             ]
             return ["type", "shape", "format"], shapes
         fields = (self.schema.field(index) for index in range(min(len(self.schema), _MAX_LINES)))

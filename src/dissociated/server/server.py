@@ -83,7 +83,7 @@ class Server(ProcessBound):
         self.registry = Registry(self.security.tickets, options.choose_rows)
         #: The counters of the server, which the catalog updates, too.
         self.activity = Activity()
-        self._changing = threading.Lock()  # held while a name is published, replaced or dropped
+        self._changing = threading.Lock()  # held while a server without a catalog publishes or drops a dataset
         # `_connections` and `endpoints` share this list, which is filled below.
         self._listeners: list[Listener] = []
         self._connections = Connections(self._listeners, self.registry, self.limits, self.activity)
@@ -226,8 +226,7 @@ class Server(ProcessBound):
             dataset.ticket = ticket
         if wait and self.endpoints.exposes_memory:
             dataset.prepare_sharing(wait=True)
-        with self._changing:
-            self._publish(dataset, ttl)
+        self._publish(dataset, ttl)
         if self.endpoints.exposes_memory:
             dataset.prepare_sharing(wait=False)
 
@@ -274,8 +273,7 @@ class Server(ProcessBound):
             SourceError: Schemas differ, or there are too many segments.
         """
         self.check_process()
-        with self._changing:
-            self._publish(SegmentsDataset(name, segments))
+        self._publish(SegmentsDataset(name, segments))
 
     def _publish(self, new: Dataset, ttl: float | None = None) -> None:
         new.check_metadata(self.limits.max_metadata)
@@ -283,9 +281,10 @@ class Server(ProcessBound):
             if self._closed:
                 raise DissociatedError("the server is closed")
         if self._service is not None:
-            # The catalog withdraws the old dataset if nobody needs it.
+            # The catalog withdraws the old dataset if nobody needs it. It has a lock for each name.
             self._service.catalog.publish_dataset(new, ttl)
-        else:
+            return
+        with self._changing:
             old = self.registry.publish(new)
             self._record_change("committed", new, "it is new" if old is None else "it replaces another")
             if old is not None:
@@ -311,12 +310,14 @@ class Server(ProcessBound):
             ```
         """
         self.check_process()
+        if self._service is not None:
+            old = self.dataset(name)
+            self._service.catalog.drop(name)
+            self.registry.withdraw(old)
+            return
         with self._changing:
             old = self.dataset(name)
-            if self._service is not None:
-                self._service.catalog.drop(name)
-            else:
-                self._record_change("dropped", old, "by request")
+            self._record_change("dropped", old, "by request")
             self.registry.withdraw(old)
 
     def dataset(self, name: str) -> Dataset:

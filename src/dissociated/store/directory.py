@@ -54,6 +54,7 @@ from dissociated.store.numbers import Numbers, Removal
 
 _log = logging.getLogger(__name__)
 
+_DROPPED = "dropped"  # the file in the directory of a version that was dropped and could not be removed
 _SERIAL = re.compile(r"[0-9]{14,19}")  # the beginning of a version's id
 
 
@@ -124,6 +125,7 @@ class Directory(ProcessBound):
         self.id = ""
         self._refused: list[Version] = []  # versions whose commits failed after the rename
         self._put_back: set[str] = set()  # ids of versions whose removals failed after the rename
+        self._dropped: list[Version] = []  # versions that an earlier owner has dropped and could not remove
 
     def __enter__(self) -> Directory:
         with store_errors(f"the store {self.path}"):
@@ -180,8 +182,12 @@ class Directory(ProcessBound):
         return sorted((self.segments / version.id).glob("*.arrows"))
 
     def committed(self) -> tuple[list[Version], list[SetAside]]:
-        """Return all committed versions, in no particular order, and the entries that are no versions."""
-        versions, invalid_entries = [], []
+        """Return all committed versions, in no particular order, and the entries that are no versions.
+
+        Versions that were dropped are left out. `sweep` removes them.
+        """
+        versions: list[Version] = []
+        invalid_entries: list[SetAside] = []
         with store_errors(f"reading {self.segments}"):
             entries = [*self.segments.iterdir()]
         for entry in entries:
@@ -198,7 +204,8 @@ class Directory(ProcessBound):
             except DAMAGE as error:
                 invalid_entries.append(SetAside.of(entry, f"{MANIFEST} is damaged ({type(error).__name__})", manifest))
             else:
-                versions.append(version)
+                present = self._dropped if (entry / _DROPPED).exists() else versions
+                present.append(version)
         return versions, invalid_entries
 
     def holds(self, version: Version) -> bool:
@@ -325,6 +332,13 @@ class Directory(ProcessBound):
         self._put_back.discard(version.id)
         self._move_to_trash(removed, None if superseded else version, lost)
 
+    def mark_dropped(self, version: Version) -> None:
+        """Mark a version that could not be removed as dropped, durably, if it is here. Raises OSError."""
+        for directory in (self.segments / version.id, self.staging / f"{version.id}.gone"):
+            with suppress(FileNotFoundError):
+                os.close(open_private_file(directory / _DROPPED, os.O_WRONLY | os.O_CREAT))
+                sync(directory)
+
     def _move_to_trash(self, removed: Path, recorded: Version | None, lost: bool) -> None:
         """Move the segments of a removed version to the trash, and record the number of `recorded`, if any.
 
@@ -362,6 +376,7 @@ class Directory(ProcessBound):
             self._settle()
         except OSError as error:
             _log.warning("rollback failed, it is tried again: error=%s", str(error))
+        self._remove_dropped()
         oldest = time.time() - staging_timeout
         drafts = [path for path in self.staging.iterdir() if is_draft(path.name) and _is_directory(path)]
         for path in drafts:  # first, since a staged file that a draft links to looks committed
@@ -383,6 +398,15 @@ class Directory(ProcessBound):
                 pass
             except OSError as error:  # the other leftovers are removed nevertheless
                 _log.warning("removal of a leftover failed, it is tried again: path=%s error=%s", path, str(error))
+
+    def _remove_dropped(self) -> None:
+        while self._dropped:
+            try:
+                self.remove(self._dropped[-1])
+            except OSError as error:
+                _log.warning("removing dropped versions failed, it is tried again: error=%s", str(error))
+                return
+            self._dropped.pop()
 
 
 def _is_directory(path: Path) -> bool:

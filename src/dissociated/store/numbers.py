@@ -1,7 +1,7 @@
-"""The highest version number of each dataset that a store no longer holds, so that no number is assigned twice.
+"""The highest version number of each dataset in a store, or formerly in it, so that no number is assigned twice.
 
-The manifest of a version has its number. Before the last manifest of a dataset is removed, its number is recorded in
-the file `numbers`.
+The manifest of a version has its number. It is recorded in the file `numbers`, too, when the version is published, and
+before the last manifest of a dataset is removed.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
@@ -135,7 +135,8 @@ class Places:
         """
         if self.memfds.has(paths):
             with store_errors(f"recording the number of {version.name!r} in {self.directory.path}"):
-                self._record(version, lost=True)  # no manifest has this number, which must survive a restart
+                # No manifest has this number, which must survive a restart.
+                self._record(replace(version, prepared=True), lost=False)
             self.memfds.publish(version, paths)
             self.put(version, self.memfds)
             return
@@ -153,10 +154,20 @@ class Places:
             if (removal := entry.removal) is not None:
                 name, removed = removal
                 records[name] = records.get(name, removed).merge(removed)
-        last = {
-            name: max(version.number for version in self.contents.with_name(name)) for name in self.contents.names()
-        }
-        return {name: removed for name, removed in records.items() if removed.used > last.get(name, 0)}
+        unseen_records = {name: self._missing(name, removed) for name, removed in records.items()}
+        return {name: removed for name, removed in unseen_records.items() if removed is not None}
+
+    def _missing(self, name: str, removed: Removal) -> Removal | None:
+        """Return the part of a record that the versions which are here do not show."""
+        numbers = [version.number for version in self.contents.with_name(name)]
+        if removed.used <= max(numbers, default=0):
+            return None
+        return Removal.of(removed.used, lost=False, published=False) if removed.version in numbers else removed
+
+    def record_published(self, version: Version) -> None:
+        """Record that a version was published, in case that its manifest is lost. Raises StoreError."""
+        with store_errors(f"recording the number of {version.name!r} in {self.directory.path}"):
+            self._record(version, lost=True)
 
     @property
     def last_serial(self) -> int:
@@ -171,14 +182,22 @@ class Places:
             removal = Removal.of(version.number, lost, not version.prepared)
             self.directory.numbers.record(version.name, removal, version.serial)
 
+    def record_dropped(self, *versions: Version) -> None:
+        """Record versions as dropped, durably, although they cannot be removed now. Raises StoreError."""
+        for version in versions:
+            with store_errors(f"recording that {version.name!r} in {self.directory.path} was dropped"):
+                self._record(version, lost=False)
+                for directory in self._directories():
+                    directory.mark_dropped(version)
+
     def confirm(self, version: Version) -> None:
         """Store the changed attributes of a version in its manifest. Raises StoreError."""
         _, place = self.find(version)
         with store_errors(f"confirming {version.name!r} in {self.directory.path}"):
-            if place is self.memfds:
-                self._record(version, lost=True)
             place.confirm(version)
         self.contents.put(version, place)
+        if not version.prepared:
+            self.record_published(version)
 
     def remove(self, *versions: Version, lost: bool = False) -> None:
         """Remove versions durably, in this order. Versions that are gone already are skipped.

@@ -2,13 +2,14 @@
 
     STORE/                      the directory, locked by its one owner
         id                      the id of the store
-        numbers                 the last version number of each dataset that is no longer in the store
+        numbers                 the last version number of each dataset, also of those that are no longer in the store
         staging/NAME.part       a segment that is being written, locked by its writer
         staging/NAME            a finished segment that is not committed yet
         staging/VERSION.new/    a version that is being committed
         staging/VERSION.gone/   a version that is being removed
         segments/VERSION/       a committed version: 0000.arrows, 0001.arrows ... and manifest.json. An entry without a
-                                readable manifest is set aside: it stays, and is not served
+                                readable manifest is set aside: it stays, and is not served. One with the file `dropped`
+                                could not be removed, and is to be removed at the next start
         trash/                  removed segments that a process may still read
 
 All segments of a version become visible through a single rename. If a process is killed, at any moment, reopening the
@@ -383,6 +384,17 @@ class Store(ProcessBound):
             current, _ = self._places.find(version)
             self._update(current, prepared=False, whole=whole)
 
+    def record_published(self, version: Version) -> None:
+        """Record the number of a published version apart from its manifest, which may be damaged later.
+
+        The store then still knows that the dataset has had this version, and that it is lost. Errors are logged only.
+        """
+        with self._locked:
+            try:
+                self._places.record_published(version)
+            except StoreError as error:
+                _log.warning("the number of a version has no second record: error=%s", str(error))
+
     def _update(self, version: Version, **changes: Any) -> Version:
         updated = replace(version, **changes)
         if updated != version:
@@ -419,6 +431,15 @@ class Store(ProcessBound):
         """
         with self._locked:
             self._places.remove(*versions)
+
+    def record_dropped(self, *versions: Version) -> None:
+        """Record versions as dropped that `remove` has failed to remove, so that the next owner of the store does.
+
+        Raises:
+            StoreError: The record cannot be made durable.
+        """
+        with self._locked:
+            self._places.record_dropped(*versions)
 
     def clear(self) -> None:
         """Remove all versions, the segments that wait for a commit, and the trash that no process uses.
