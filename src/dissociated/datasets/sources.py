@@ -19,7 +19,7 @@ from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.tensor import TENSOR_FORMATS, Tensor, split_tensor
 from dissociated.control.dataset_info import TensorInfo, tensors_schema
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.file import FileDataset, check_alone, foreign_kind
+from dissociated.datasets.file import check_alone, file_dataset, foreign_kind
 from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
 from dissociated.datasets.source_errors import foreign_errors, foreign_reader, source_errors
 from dissociated.datasets.static import SegmentsDataset, StaticDataset
@@ -118,7 +118,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
                 f"cannot publish {str(path)!r} with options: an Arrow IPC file is served unchanged; publish a "
                 "callable that opens the file, whose batches are then encoded anew"
             )
-        return FileDataset(name, path)
+        return file_dataset(name, path)
     if not isinstance(source, pa.RecordBatchReader):
         from dissociated.datasets.device import as_device_dataset  # imported on first use, since few servers need it
 
