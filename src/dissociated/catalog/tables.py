@@ -135,6 +135,10 @@ class Tables(ProcessBound):
     def __init__(self, path: str) -> None:
         self._lock = threading.RLock()
         self._path = path
+        #: The number of changes of all transactions that are committed, or about to be. SQLite's own number may be read
+        #: under `_lock` alone: it is read with the GIL, and SQLite's mutex may belong to a thread in `_checksum`, which
+        #: waits for the GIL.
+        self.changes = 0
         try:
             self._open()
         except CatalogDamaged as error:
@@ -245,12 +249,6 @@ class Tables(ProcessBound):
             hint = "; is another catalog using it?" if at_start else ""
             raise CatalogError(f"the catalog's database {self._path}: {error}{hint}") from None
 
-    @property
-    def changes(self) -> int:
-        """The number of changes since these tables were opened, with those of a transaction that is not committed."""
-        with self._errors():
-            return self._connection.total_changes
-
     def run(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
         """Run one statement, and return its cursor."""
         return self._connection.execute(sql, values)
@@ -283,6 +281,7 @@ class Tables(ProcessBound):
             number = self._connection.total_changes & 0xFFFF_FFFF  # SQLite's number wraps around
             if number != self.counter.number:
                 self.counter.number = 0  # The 0 remains if Ctrl-C or an error comes before the last line.
+            self.changes = number
             self._connection.execute("COMMIT")
             self.counter.number = number
 
