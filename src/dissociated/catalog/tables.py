@@ -119,20 +119,6 @@ def _seals() -> Iterator[str]:
 
 
 _SCHEMA = _TABLES + "\n".join(_seals())
-#: Queries that convert the tables of the previous schema. There, the number of a version was its id, which counted the
-#: versions of all names together. Existing numbers stay as they are.
-_UPGRADES = {
-    "nodes": "SELECT id, host, boot_id, flight, locations, seen, lives_until, digest, 0 FROM nodes",
-    "versions": "SELECT id, name, id, schema, rows, nbytes, tags, created, expires, replaced, promised, began, 0, 0"
-    " FROM versions",
-    "numbers": "SELECT name, max(id), max(id), 0, 0 FROM versions GROUP BY name",
-    "parts": "SELECT id, node, ticket, rows, nbytes, serial, 0 FROM parts",
-    "version_parts": "SELECT * FROM version_parts",
-    "commits": "SELECT *, 0 FROM commits",
-    "aborts": "SELECT *, 0 FROM aborts",
-    "unused": "SELECT * FROM unused",
-    "unsettled": "SELECT * FROM unsettled",
-}
 
 
 class Tables(ProcessBound):
@@ -193,12 +179,9 @@ class Tables(ProcessBound):
             self._create()
         elif not names >= {"nodes", "parts"} and not names >= {"versions", "commits"}:
             raise CatalogError(f"the catalog's database {self._path} has the tables of another program")
-        elif schema_version == _SCHEMA_VERSION - 1 and "numbers" not in names:
-            self._check_structure()
-            self._create(upgraded=True)
-        elif schema_version not in (_SCHEMA_VERSION - 1, _SCHEMA_VERSION):
+        elif schema_version != _SCHEMA_VERSION:
             raise CatalogError(f"the catalog's database {self._path} was written by another version of this library")
-        elif schema != _expected_schema() or schema_version != _SCHEMA_VERSION:
+        elif schema != _expected_schema():
             raise self._damaged("it has other tables")
         else:
             self._check_structure()
@@ -207,20 +190,13 @@ class Tables(ProcessBound):
         #: The id of these tables and of copies of the file. Other databases have other ids.
         self.id: int = self._connection.execute("PRAGMA application_id").fetchone()[0]
 
-    def _create(self, upgraded: bool = False) -> None:
-        """Create the tables in one transaction. With `upgraded`, keep the rows of the previous schema."""
+    def _create(self) -> None:
+        """Create the tables in one transaction."""
         run = self._connection.execute
         run("BEGIN IMMEDIATE")
         try:
-            queries = _UPGRADES if upgraded else {}
-            rows = {table: run(query).fetchall() for table, query in queries.items()}
-            for table in reversed(rows):
-                run(f"DROP TABLE IF EXISTS {table}")
             for statement in _statements(_SCHEMA):
                 run(statement)
-            for table, content in rows.items():
-                for row in content:
-                    run(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", tuple(row))
             run(f"PRAGMA user_version = {_SCHEMA_VERSION}")
             run(f"PRAGMA application_id = {1 + secrets.randbelow((1 << 31) - 1)}")
             run("COMMIT")
