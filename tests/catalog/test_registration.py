@@ -171,10 +171,12 @@ def test_a_deletion_that_failed_is_tried_again(memory: Path) -> None:
         pair.catalog.catalog.forget(pair.node.store.id)  # the catalog has no row of the part any more
         with Fault(str(memory / "store" / "segments"), operations=("rename",), times=2):
             pair.start_node()  # its first report brings the deletion
-            with pytest.raises(StoreError, match="removing 'a'"):
-                pair.node.service.catalog.reconcile()
+            pair.node.store.sweep()
+            assert os.listdir(memory / "store" / "segments")
         pair.tell()
         pair.check({})
+        pair.node.store.sweep()
+        assert not os.listdir(memory / "store" / "segments")
 
 
 def test_what_was_dropped_and_could_not_be_deleted_stays_away_although_the_database_is_lost(memory: Path) -> None:
@@ -196,6 +198,34 @@ def test_what_was_dropped_and_could_not_be_deleted_stays_away_although_the_datab
         put(pair.node.uri, "a", table(2))
         with dis.connect(pair.catalog.uri) as client:
             assert client.describe("a").version == 2
+
+
+def test_what_was_dropped_and_could_not_be_deleted_stays_away_while_its_node_runs(memory: Path) -> None:
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        put(pair.node.uri, "a", table(1))
+        pair.tell()
+        used = pair.node.store.usage().total
+        pair.catalog.catalog.drop("a")
+        with Fault(str(memory / "store" / "segments"), operations=("rename",), times=1000):
+            with pytest.raises(StoreError, match="removing 'a'"):
+                pair.node.service.catalog.reconcile()
+            pair.catalog.close()
+            pair.start_catalog(fresh=True)
+            pair.tell()
+            pair.check({})
+            assert pair.node.store.usage().total == used  # the bytes are still there
+        put(pair.node.uri, "a", table(2), mode="append")
+        pair.tell()
+        pair.check({"a": 2})
+        pair.node.store.sweep()
+        assert [path.name for path in (memory / "store" / "segments").iterdir()] == [
+            version.id for version in pair.node.store.versions()
+        ]
+        pair.node.close()
+        pair.start_node()
+        pair.tell()
+        pair.check({"a": 2})
 
 
 def start_with(memory: Path, database: str) -> Node:

@@ -87,12 +87,21 @@ class Holdings:
         try:
             self.backend.remove(parts)
         finally:
-            self.registry.withdraw_parts([part for part in parts if self.backend.store.version(part) is None])
+            self._withdraw_missing(parts)
 
     def record_dropped(self, parts: Sequence[str]) -> None:
-        """Record those of `parts` that could not be deleted as dropped. Raise StoreError if that fails, too."""
+        """Record those of `parts` that could not be deleted as dropped, and stop serving them.
+
+        Raises StoreError if they cannot be recorded, either.
+        """
         store = self.backend.store
-        store.record_dropped(*(version for version in map(store.version, parts) if version is not None))
+        try:
+            store.record_dropped(*(version for version in map(store.version, parts) if version is not None))
+        finally:
+            self._withdraw_missing(parts)
+
+    def _withdraw_missing(self, parts: Sequence[str]) -> None:
+        self.registry.withdraw_parts([part for part in parts if self.backend.store.version(part) is None])
 
     def open(self, ticket: bytes) -> pa.RecordBatchReader:
         """Return a reader of the data of a ticket, or of a selection of that data, for Flight.

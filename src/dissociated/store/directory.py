@@ -125,7 +125,6 @@ class Directory(ProcessBound):
         self.id = ""
         self._refused: list[Version] = []  # versions whose commits failed after the rename
         self._put_back: set[str] = set()  # ids of versions whose removals failed after the rename
-        self._dropped: list[Version] = []  # versions that an earlier owner has dropped and could not remove
 
     def __enter__(self) -> Directory:
         with store_errors(f"the store {self.path}"):
@@ -182,10 +181,7 @@ class Directory(ProcessBound):
         return sorted((self.segments / version.id).glob("*.arrows"))
 
     def committed(self) -> tuple[list[Version], list[SetAside]]:
-        """Return all committed versions, in no particular order, and the entries that are no versions.
-
-        Versions that were dropped are left out. `sweep` removes them.
-        """
+        """Return all committed versions, in no particular order, and the entries that are no versions."""
         versions: list[Version] = []
         invalid_entries: list[SetAside] = []
         with store_errors(f"reading {self.segments}"):
@@ -204,8 +200,7 @@ class Directory(ProcessBound):
             except DAMAGE as error:
                 invalid_entries.append(SetAside.of(entry, f"{MANIFEST} is damaged ({type(error).__name__})", manifest))
             else:
-                present = self._dropped if (entry / _DROPPED).exists() else versions
-                present.append(version)
+                versions.append(version)
         return versions, invalid_entries
 
     def holds(self, version: Version) -> bool:
@@ -339,6 +334,10 @@ class Directory(ProcessBound):
                 os.close(open_private_file(directory / _DROPPED, os.O_WRONLY | os.O_CREAT))
                 sync(directory)
 
+    def is_dropped(self, version: Version) -> bool:
+        """Return whether a version that is here was marked as dropped."""
+        return (self.segments / version.id / _DROPPED).exists()
+
     def _move_to_trash(self, removed: Path, recorded: Version | None, lost: bool) -> None:
         """Move the segments of a removed version to the trash, and record the number of `recorded`, if any.
 
@@ -376,7 +375,6 @@ class Directory(ProcessBound):
             self._settle()
         except OSError as error:
             _log.warning("rollback failed, it is tried again: error=%s", str(error))
-        self._remove_dropped()
         oldest = time.time() - staging_timeout
         drafts = [path for path in self.staging.iterdir() if is_draft(path.name) and _is_directory(path)]
         for path in drafts:  # first, since a staged file that a draft links to looks committed
@@ -398,15 +396,6 @@ class Directory(ProcessBound):
                 pass
             except OSError as error:  # the other leftovers are removed nevertheless
                 _log.warning("removal of a leftover failed, it is tried again: path=%s error=%s", path, str(error))
-
-    def _remove_dropped(self) -> None:
-        while self._dropped:
-            try:
-                self.remove(self._dropped[-1])
-            except OSError as error:
-                _log.warning("removing dropped versions failed, it is tried again: error=%s", str(error))
-                return
-            self._dropped.pop()
 
 
 def _is_directory(path: Path) -> bool:

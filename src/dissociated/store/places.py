@@ -67,6 +67,7 @@ class Places:
         #: The entries of `segments/` that are no versions.
         self.set_aside: Sequence[SetAside] = ()
         self._aside_sizes: dict[int, int] = {}  # bytes by inode, of the entries that take memory
+        self._dropped: list[tuple[Version, Place]] = []  # dropped versions that could not be removed
         self._reuse_bytes = reuse_bytes
 
     def load(self) -> None:
@@ -89,6 +90,8 @@ class Places:
                 places_by_id[version.id] = version, self.disk
         for version, place in sorted(places_by_id.values(), key=lambda item: item[0].serial):
             self.put(version, place)
+            if any(directory.is_dropped(version) for directory in self._directories()):
+                self._set_dropped(version)
         for entry in invalid_entries:
             self.contents.last = max(self.contents.last, entry.serial)
             _log.error("entry set aside, it stays where it is: path=%r reason=%s", str(entry.path), entry.reason)
@@ -183,12 +186,30 @@ class Places:
             self.directory.numbers.record(version.name, removal, version.serial)
 
     def record_dropped(self, *versions: Version) -> None:
-        """Record versions as dropped, durably, although they cannot be removed now. Raises StoreError."""
-        for version in versions:
+        """Record versions as dropped, durably, although they cannot be removed now. Raises StoreError.
+
+        From then on, they are no versions of the store. Only their bytes count until `sweep` has removed them.
+        """
+        for version in sorted(versions, key=lambda version: version.serial):
             with store_errors(f"recording that {version.name!r} in {self.directory.path} was dropped"):
                 self._record(version, lost=False)
                 for directory in self._directories():
                     directory.mark_dropped(version)
+            self._set_dropped(version)
+
+    def _set_dropped(self, version: Version) -> None:
+        if (entry := self.contents.pop(version.id)) is not None:
+            self._dropped.append(entry)
+        self.cache.pop(version.id)
+
+    def _remove_dropped(self) -> None:
+        while self._dropped:
+            try:
+                self._remove(*self._dropped[-1], lost=False)
+            except StoreError as error:
+                _log.warning("removing dropped versions failed, it is tried again: error=%s", error)
+                return
+            self._dropped.pop()
 
     def confirm(self, version: Version) -> None:
         """Store the changed attributes of a version in its manifest. Raises StoreError."""
@@ -268,11 +289,12 @@ class Places:
         self.blocks[place].discard(files)
 
     def sweep(self, staging_timeout: float) -> None:
-        """Remove unfinished files without a writer, segments that were not committed in time, and unused trash."""
+        """Remove dropped versions, unfinished files, segments that were not committed in time, and unused trash."""
         self.directory.sweep(staging_timeout)
         self.memfds.sweep(staging_timeout)
         if self.disk is not None:
             self.disk.sweep(staging_timeout)
+        self._remove_dropped()
         self.empty_trash(self._reuse_bytes)
 
     def empty_trash(self, keep: int = 0) -> None:

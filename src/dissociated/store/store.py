@@ -9,7 +9,7 @@
         staging/VERSION.gone/   a version that is being removed
         segments/VERSION/       a committed version: 0000.arrows, 0001.arrows ... and manifest.json. An entry without a
                                 readable manifest is set aside: it stays, and is not served. One with the file `dropped`
-                                could not be removed, and is to be removed at the next start
+                                was dropped and could not be removed. It is no version any more
         trash/                  removed segments that a process may still read
 
 All segments of a version become visible through a single rename. If a process is killed, at any moment, reopening the
@@ -433,7 +433,7 @@ class Store(ProcessBound):
             self._places.remove(*versions)
 
     def record_dropped(self, *versions: Version) -> None:
-        """Record versions as dropped that `remove` has failed to remove, so that the next owner of the store does.
+        """Record versions as dropped that `remove` has failed to remove. They are gone; `sweep` removes the files.
 
         Raises:
             StoreError: The record cannot be made durable.
