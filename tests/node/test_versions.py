@@ -339,6 +339,31 @@ def test_a_version_that_parts_on_several_nodes_replaced_is_not_shown_again(
         assert version(cluster.uri, "d")[0::2] == (3, [5])
 
 
+@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_version_whose_successor_is_gone_is_not_shown_again(cluster: Cluster, is_dropped: bool, first: str) -> None:
+    a, b = cluster.start_node("a"), cluster.start_node("b")
+    put(a.uri, "d", table(1))
+    cluster.tell()
+    put(b.uri, "d", table(2))  # node a does not hear of it
+    cluster.tell("b")
+    with dis.connect(cluster.uri) as client:
+        if is_dropped:
+            client.drop("d")
+        else:
+            b.store.eviction.evict(*b.store.versions())
+        cluster.tell("b")
+        cluster.lose_catalog()
+        cluster.tell(first)
+        cluster.tell()
+        assert client.list() == []
+        if not is_dropped:
+            with pytest.raises(CatalogError, match="'d' cannot be appended to: version 2 was evicted, or lost"):
+                client.put("d", table(3), mode="append")
+        client.put("d", table(3), mode="append" if is_dropped else "overwrite")
+        assert version(cluster.uri, "d")[0::2] == (3, [3])
+
+
 def test_a_node_with_a_part_of_the_last_version_does_not_show_the_one_before(memory: Path) -> None:
     with Node(Store(memory / "a"), ["shm:"]) as a, Node(Store(memory / "b"), ["shm:"], catalog=a.uri) as b:
         put(a.uri, "d", table(1))

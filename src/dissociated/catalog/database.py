@@ -145,6 +145,7 @@ class Database:
         """
         for name, last in removed.items():
             versions.record_removed(name, last)
+            versions.hide_found(name, last.version)
         for version in held_versions:
             if version.number and not version.whole and not version.prepared and not self._is_known(version):
                 versions.record_removed(version.name, Removal.of(version.number, lost=True, published=True))

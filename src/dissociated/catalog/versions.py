@@ -163,7 +163,7 @@ class Versions:
             self._publish_number(name, removed.version, removed.lost)
 
     def hide_found(self, name: str, number: int) -> None:
-        """Hide the current version of `name` if it was found in a store, and is older than the lost version `number`.
+        """Hide the current version of `name` if it was found in a store, and is older than version `number`, which is gone.
 
         It is kept and stays readable by its number: it may be the only version that is left.
         """
