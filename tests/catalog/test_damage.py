@@ -13,8 +13,9 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from dissociated.catalog.database import FOREVER, Database
+from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
+from dissociated.catalog.versions import FOREVER
 from dissociated.control.commit import StagedSegment
 from dissociated.control.version import NodeRecord, Part
 from support.arrow_cases import stream_of

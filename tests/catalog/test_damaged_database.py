@@ -13,8 +13,9 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.catalog.database import FOREVER, Database
+from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
+from dissociated.catalog.versions import FOREVER
 from dissociated.control.commit import Commit
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.errors import CatalogDamaged, CatalogError

@@ -18,8 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from dissociated.catalog.database import FOREVER, PREPARE_TIMEOUT, Database
+from dissociated.catalog.database import PREPARE_TIMEOUT, Database
 from dissociated.catalog.tables import Tables
+from dissociated.catalog.versions import FOREVER
 from dissociated.control.commit import Commit
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.errors import CatalogError, DatasetNotFound
@@ -230,7 +231,8 @@ def test_a_version_that_a_node_tells_of_is_shown_unless_a_later_one_was_publishe
     database.register(B, [told("7", 7), told("6", 6)], "", FOREVER, serial=9)
     assert (tickets(database, "d"), database.find("d").number) == ([b"ticket 7"], 7)
     database.register(B, [told("7", 7)], "", FOREVER, serial=9, removed={"d": Removal(9, True, 10)})
-    assert database.find("d").number == 7  # only the node of the dataset may report that it was removed
+    assert [version.number for version in database.versions("d")] == [7]  # it may be all that is left
+    assert database.datasets() == []
     database.register(B, [], "", FOREVER, serial=9)
     with pytest.raises(CatalogError, match="'d' cannot be appended to: version 9 was evicted"):
         database.next_version("d", append=True)
@@ -239,6 +241,35 @@ def test_a_version_that_a_node_tells_of_is_shown_unless_a_later_one_was_publishe
     assert database.publish(Commit("d", key="new"), SCHEMA, [part("new")]) == 11
     database.register(B, [told("12", 12)], "", FOREVER, serial=99)
     assert (tickets(database, "d"), database.next_version("d")) == ([b"ticket new"], 13)
+
+
+@pytest.mark.parametrize("is_found_first", [False, True])
+def test_a_version_whose_successor_was_lost_is_kept_until_it_expires_or_is_replaced(
+    database: Database, clock: Clock, is_found_first: bool
+) -> None:
+    def find_again(*names: str, created: float = clock.now) -> None:
+        held_versions = [replace(announced(name, name, created=created), ttl=60.0) for name in names]
+        successors = {name: Removal(2, True, 2) for name in names}
+        for is_held in (is_found_first, not is_found_first):
+            if is_held:
+                database.register(A, held_versions, "", FOREVER, serial=9)
+            else:
+                database.register(B, [], "", FOREVER, serial=9, removed=successors)
+
+    def kept() -> list[str]:
+        return [name for name in ("expired", "replaced") if database.versions(name)]
+
+    find_again("expired", "replaced")
+    assert (database.datasets(), kept()) == ([], ["expired", "replaced"])
+    (ticket,) = [held.ticket for held in database.find("replaced", 1, retain=10.0).parts]
+    database.publish(Commit("replaced", key="new"), SCHEMA, [part("new")])
+    database.find_by_ticket(ticket)  # the ticket stays valid for as long as was promised
+    clock.now += 20
+    assert [version.number for version in database.versions("replaced")] == [3]
+    assert database.unreferenced_parts("a") == ["replaced"]
+    clock.now += 50
+    assert kept() == ["replaced"]
+    assert database.unreferenced_parts("a") == ["expired", "replaced"]
 
 
 def test_what_a_node_has_lost_is_gone_but_not_what_it_made_since(database: Database) -> None:
@@ -390,7 +421,8 @@ def test_a_database_that_others_could_write_is_refused(tmp_path: Path) -> None:
 
 COMMITTER = """
 import itertools, sys
-from dissociated.catalog.database import FOREVER, Database
+from dissociated.catalog.database import Database
+from dissociated.catalog.versions import FOREVER
 from dissociated.control.commit import Commit
 from dissociated.control.version import NodeRecord, Part
 database = Database(sys.argv[1])

@@ -53,7 +53,8 @@ def test_a_write_that_fails_is_told_and_changes_nothing(memory: Path, error: int
 
 CHILD = """
 import sys
-from dissociated.catalog.database import FOREVER, Database
+from dissociated.catalog.database import Database
+from dissociated.catalog.versions import FOREVER
 from dissociated.control.commit import Commit
 from dissociated.control.version import NodeRecord, Part
 from store.steps import SCHEMA, STEPS

@@ -335,8 +335,12 @@ def test_a_version_that_parts_on_several_nodes_replaced_is_not_shown_again(
         assert client.list() == []
         with pytest.raises(CatalogError, match="'d' cannot be appended to: version 2 was evicted, or lost"):
             client.put("d", table(4), mode="append")
+        assert numbers(cluster.uri, "d") == [1]  # it may be all that is left
         client.put("d", table(5))
         assert version(cluster.uri, "d")[0::2] == (3, [5])
+        assert numbers(cluster.uri, "d") == [3]
+        cluster.tell()
+        assert not any(held.number == 1 for held in nodes["a"].store.versions())
 
 
 @pytest.mark.parametrize("first", ["a", "b"])

@@ -25,7 +25,6 @@ from dissociated.store.numbers import Removal
 
 #: The number of seconds after which a prepared part is released if its commit never came.
 PREPARE_TIMEOUT = 600.0
-FOREVER = 1e18
 _MAX_NAMES = 10  # of unreadable datasets that are listed
 
 

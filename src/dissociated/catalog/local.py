@@ -19,10 +19,11 @@ from dissociated.base.display import advise_name
 from dissociated.base.interrupts import interrupts_held
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
-from dissociated.catalog.database import FOREVER, Database
+from dissociated.catalog.database import Database
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Answers, Listing, earliest_expiry
 from dissociated.catalog.members import Members, describe_clock_skew
+from dissociated.catalog.versions import FOREVER
 from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.control.access import Security

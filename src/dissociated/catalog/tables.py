@@ -1,9 +1,9 @@
 """The tables of a catalog: an SQLite database, in a file or in memory.
 
 nodes          The processes that serve parts, each with the time until which it is considered alive.
-versions       The versions of datasets. The current version of a dataset has no time in `replaced`. `number` counts the
-               versions of a name and is never reused. `id` has a meaning only within the database. `origin` is an
-               `Origin`.
+versions       The versions of datasets. The current version of a dataset has no time in `replaced`; a hidden one has
+               the time at which it expires. `number` counts the versions of a name and is never reused. `id` has a
+               meaning only within the database. `origin` is an `Origin`.
 numbers        For each name, the last number assigned and the last number published, also if that version is gone.
                `lost` is set if that version is gone without having been dropped or replaced.
 parts          The data that one node holds under one ticket. The node deletes parts that no version has.

@@ -27,9 +27,10 @@ _SOLE_COPY = (
 #: A condition for versions that have not expired at the time `:now`. Expired versions are removed by the next
 #: transaction that writes. If the current version has expired, so have those that it replaced.
 _UNEXPIRED = (
-    "(replaced IS NULL OR promised > :now) AND NOT EXISTS (SELECT 1 FROM versions latest"
+    "(replaced IS NULL OR max(replaced, promised) > :now) AND NOT EXISTS (SELECT 1 FROM versions latest"
     " WHERE latest.name = versions.name AND latest.replaced IS NULL AND latest.expires <= :now)"
 )
+FOREVER = 1e18
 _COMMIT_KEY_TTL = 30 * 86_400.0  # seconds for which the key of a commit is kept
 _TTL_DIGITS = 6  # A time of this century has a resolution of 0.24 microseconds.
 
@@ -68,7 +69,7 @@ class Versions:
         """Remove expired datasets, and replaced versions whose tickets are no longer guaranteed."""
         for condition in (
             "name IN (SELECT name FROM versions WHERE replaced IS NULL AND expires <= ?)",
-            "replaced IS NOT NULL AND promised <= ?",
+            "replaced IS NOT NULL AND promised <= ?1 AND replaced <= ?1",
         ):
             if self._tables.all(f"SELECT 1 FROM versions WHERE {condition} LIMIT 1", now):
                 self.remove("expired", "its time to live has ended", condition, now)
@@ -163,14 +164,15 @@ class Versions:
             self._publish_number(name, removed.version, removed.lost)
 
     def hide_found(self, name: str, number: int) -> None:
-        """Hide the current version of `name` if it was found in a store, and is older than version `number`, which is gone.
+        """Hide the current version of `name` if it was found in a store, and version `number`, which is gone, is later.
 
-        It is kept and stays readable by its number: it may be the only version that is left.
+        It is kept and stays readable by its number until it expires or another version is published: it may be the only
+        version that is left.
         """
         self._tables.run(
-            "UPDATE versions SET replaced = :now, promised = :forever"
+            "UPDATE versions SET replaced = coalesce(expires, :forever)"
             " WHERE name = :name AND number < :number AND replaced IS NULL AND origin != :committed",
-            {"now": self.now, "forever": 1e18, "name": name, "number": number, "committed": Origin.COMMITTED},
+            {"forever": FOREVER, "name": name, "number": number, "committed": Origin.COMMITTED},
         )
 
     # Publishing
@@ -187,15 +189,24 @@ class Versions:
     def learn(self, version: Version) -> None:
         """Publish a version that was found in a store, with its number, unless a later version is known.
 
+        If all later versions are lost, the version is hidden, as if it had been found before they were: see
+        `hide_found`.
+
         A version with a number from another catalog does not replace a version that this catalog committed: the node
         has left the other catalog, or that catalog is lost. Numbers of this catalog may be unknown if its file was
         restored from a backup.
         """
         current = self._tables.all("SELECT origin FROM versions WHERE name = ? AND replaced IS NULL", version.name)
         committed_here = bool(current) and current[0]["origin"] == Origin.COMMITTED
-        sql = "SELECT 1 FROM numbers WHERE name = ? AND published >= ?"
         foreign = committed_here and version.catalog != self._tables.id
-        if not version.number or foreign or self._tables.all(sql, version.name, version.number):
+        later = self._tables.all(
+            "SELECT published, lost AND published > ?2 AND NOT EXISTS"
+            " (SELECT 1 FROM versions WHERE name = ?1 AND (replaced IS NULL OR number >= ?2)) AS is_last_left"
+            " FROM numbers WHERE name = ?1 AND published >= ?2",
+            version.name,
+            version.number,
+        )
+        if not version.number or foreign or (later and not later[0]["is_last_left"]):
             _log.warning(
                 "a version in a store is not shown, since it has no number, or later ones are known: "
                 "dataset=%r version=%d node=%s part=%s",
@@ -206,6 +217,8 @@ class Versions:
             )
             return
         self.publish(version, origin=Origin.FOUND)
+        if later:
+            self.hide_found(version.name, later[0]["published"])
 
     def publish(self, version: Version, append: bool = False, origin: Origin = Origin.COMMITTED) -> int:
         """Publish a version, which has a number.
@@ -233,8 +246,10 @@ class Versions:
                 raise CatalogError(f"all of {name!r} must have one schema, and in the new rows {difference}")
             rows, nbytes = sum_known((previous.rows, rows)), sum_known((previous.nbytes, nbytes))
             tags, ttl = previous.merged_options(tags, ttl)
-        if replaced is not None:
-            self._tables.run("UPDATE versions SET replaced = ? WHERE id = ?", (created, replaced["id"]))
+        self._tables.run(
+            "UPDATE versions SET replaced = min(?2, ?3) WHERE name = ?1 AND (replaced IS NULL OR replaced > ?3)",
+            (name, created, self.now),
+        )
         self._retire_tickets(version.parts)
         id = self._tables.run(
             "INSERT INTO versions (name, number, schema, rows, nbytes, tags, created, expires, began, origin)"
