@@ -65,7 +65,7 @@ CREATE TABLE version_parts (
 );
 CREATE INDEX by_part ON version_parts (part);
 CREATE INDEX by_expiry ON versions (expires) WHERE replaced IS NULL AND expires IS NOT NULL;
-CREATE INDEX by_promise ON versions (promised) WHERE replaced IS NOT NULL;
+CREATE INDEX by_promise ON versions (max(replaced, promised)) WHERE replaced IS NOT NULL;
 CREATE TABLE unused (part TEXT PRIMARY KEY);
 CREATE TABLE unsettled (part TEXT PRIMARY KEY);
 CREATE TRIGGER out_of_use AFTER DELETE ON version_parts

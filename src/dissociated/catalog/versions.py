@@ -69,7 +69,7 @@ class Versions:
         """Remove expired datasets, and replaced versions whose tickets are no longer guaranteed."""
         for condition in (
             "name IN (SELECT name FROM versions WHERE replaced IS NULL AND expires <= ?)",
-            "replaced IS NOT NULL AND promised <= ?1 AND replaced <= ?1",
+            "replaced IS NOT NULL AND max(replaced, promised) <= ?",
         ):
             if self._tables.all(f"SELECT 1 FROM versions WHERE {condition} LIMIT 1", now):
                 self.remove("expired", "its time to live has ended", condition, now)
