@@ -407,7 +407,7 @@ def sizes(directory: Path) -> dict[int, int]:
     bytes_by_inode: dict[int, int] = {}
     for parent, _, names in os.walk(directory):
         for name in names:
-            if name == MANIFEST:  # a few kB, for which no room is reserved
+            if name in (MANIFEST, _DROPPED):  # a few kB, for which no room is reserved
                 continue
             with suppress(FileNotFoundError):
                 status = os.lstat(os.path.join(parent, name))
