@@ -90,7 +90,7 @@ def test_a_version_stays_if_its_number_cannot_be_recorded(
         store.sweep()
         assert staged(memory) == []
     assert "removal failed" in caplog.text
-    assert removed(memory)["d"][0] == 2
+    assert removed(memory)["d"] == (2, lost)
 
 
 def test_a_record_that_was_cut_short_is_left_out_and_written_over(memory: Path) -> None:

@@ -54,7 +54,7 @@ from dissociated.store.numbers import Numbers, Removal
 
 _log = logging.getLogger(__name__)
 
-_DROPPED = "dropped"  # the file in the directory of a version that was dropped and could not be removed
+_DROPPED = "dropped"  # the file in the directory of a version that was dropped or replaced, and is not removed yet
 _SERIAL = re.compile(r"[0-9]{14,19}")  # the beginning of a version's id
 
 
@@ -325,13 +325,16 @@ class Directory(ProcessBound):
                 self._put_removed_back()
             raise
         self._put_back.discard(version.id)
+        if not lost:
+            with suppress(OSError):  # The removal then counts as lost if it is interrupted.
+                _mark_dropped(removed)
         self._move_to_trash(removed, None if superseded else version, lost)
 
     def mark_dropped(self, version: Version) -> None:
         """Mark a version that could not be removed as dropped, durably, if it is here. Raises OSError."""
         for directory in (self.segments / version.id, self.staging / f"{version.id}.gone"):
             with suppress(FileNotFoundError):
-                os.close(open_private_file(directory / _DROPPED, os.O_WRONLY | os.O_CREAT))
+                _mark_dropped(directory)
                 sync(directory)
 
     def is_dropped(self, version: Version) -> bool:
@@ -360,11 +363,12 @@ class Directory(ProcessBound):
             shutil.rmtree(removed, ignore_errors=True)
 
     def _finish_removal(self, removed: Path) -> None:
-        """Finish a removal that was interrupted. It counts as lost: its reason is not known any more."""
+        """Finish a removal that was interrupted. Without a mark its reason is unknown, so it counts as lost."""
+        lost = not (removed / _DROPPED).exists()
         version = None
         with suppress(OSError, StoreError, *DAMAGE):  # the manifest is removed already, or damaged
             version = decode_manifest((removed / MANIFEST).read_bytes())
-        self._move_to_trash(removed, version, lost=True)
+        self._move_to_trash(removed, version, lost)
 
     def sweep(self, staging_timeout: float) -> None:
         """Remove unfinished drafts, parts without a writer, and segments staged for `staging_timeout` seconds.
@@ -396,6 +400,10 @@ class Directory(ProcessBound):
                 pass
             except OSError as error:  # the other leftovers are removed nevertheless
                 _log.warning("removal of a leftover failed, it is tried again: path=%s error=%s", path, str(error))
+
+
+def _mark_dropped(directory: Path) -> None:
+    os.close(open_private_file(directory / _DROPPED, os.O_WRONLY | os.O_CREAT))
 
 
 def _is_directory(path: Path) -> bool:
