@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,26 @@ import dissociated as dis
 from dissociated.codec.device import copy_to_host
 from dissociated.codec.dlpack import DeviceColumn
 from dissociated.errors import OptionError, WrongKind
-from dissociated.memory.device.base import Device
+from dissociated.memory.device.base import Device, DeviceType
+from dissociated.torch import loader
 from dissociated.training import Batches
 
 ROWS = 1000
+
+
+@pytest.fixture
+def torch(device: Device) -> Any:
+    """Return PyTorch. It gets a backend for the emulated device, whose tensors it can make but not compute with."""
+    module = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'dissociated[torch]'")
+    if device.type is not DeviceType.CUDA:
+        registration = importlib.import_module("torch.utils.backend_registration")
+        if not hasattr(registration, "_setup_privateuseone_for_python_backend"):
+            pytest.skip(f"PyTorch {module.__version__} cannot register a backend from Python")
+        if not hasattr(module, "privateuseone"):  # once in a process
+            registration._setup_privateuseone_for_python_backend()
+    elif not module.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    return module
 
 
 def on_host(column: DeviceColumn) -> Any:
@@ -90,3 +107,42 @@ def test_only_numbers_come_on_a_device(server: dis.Server, client: dis.Client) -
         [*Batches(client["data"], columns=["s"], as_arrow=["s"], device="test:0")]
     with pytest.raises(OptionError, match="prefetch"):
         Batches(client["data"], columns=["n"], device="test:0", prefetch=-1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_loader_gives_tensors_on_the_device(
+    torch: Any, server: dis.Server, client: dis.Client, device: Device, transport: str
+) -> None:
+    publish(server)
+    handle = client.dataset("data", transport=transport)
+    where = torch.device("cuda" if device.type is DeviceType.CUDA else "privateuseone", device.number)
+
+    def values(tensor: Any) -> Any:
+        assert tensor.device == where
+        memory = copy_to_host(device, pa.foreign_buffer(tensor.data_ptr(), tensor.nbytes, tensor))
+        return np.frombuffer(memory, str(tensor.dtype).removeprefix("torch.")).reshape(tensor.shape)
+
+    def check(batches: Any, seen: list[int], stop: int = 0) -> None:
+        for batch in batches:
+            n, flags, features = (values(batch[name]) for name in ("n", "flag", "features"))
+            assert np.array_equal(flags, n % 2 == 0)
+            assert np.array_equal(features, n[:, None] + [0, 1, 2])
+            seen += n.tolist()
+            if len(seen) == stop:
+                break
+
+    options: dict[str, Any] = {"columns": ["n", "flag"], "features": ["f0", "f1", "f2"], "device": device.name}
+    for shuffle in (False, True):
+        for prefetch in (0, 2, 100):
+            seen: list[int] = []
+            first = loader(handle, batch_size=64, shuffle=shuffle, prefetch=prefetch, **options)
+            check(first, seen, stop=5 * 64)
+            again = loader(handle, batch_size=64, shuffle=shuffle, prefetch=prefetch, **options)
+            again.load_state_dict(first.state_dict())  # which counts no batches that were only copied ahead
+            check(again, seen)
+            assert (seen if not shuffle else sorted(seen)) == [*range(ROWS)]
+            assert again.state_dict()["epoch"] == 1
+    with pytest.raises(OptionError, match="use num_workers=0"):
+        [*loader(handle, num_workers=1, multiprocessing_context="fork", **options)]
+    with pytest.raises(WrongKind, match="'s' has no array of numbers"):
+        [*loader(handle, columns=["s"], as_arrow=["s"], device=device.name)]

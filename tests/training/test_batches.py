@@ -7,9 +7,11 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import date, datetime
 from decimal import Decimal
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,10 @@ import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
+from dissociated.catalog.service import CatalogService
 from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError, SourceError, WrongKind
+from dissociated.node.node import Node
+from dissociated.store.store import Store
 from dissociated.torch import loader
 from dissociated.training import Batches
 
@@ -186,6 +191,20 @@ def test_batches_that_were_pickled_go_on(client: dis.Client, shuffle: bool | str
     copied = pickle.loads(pickle.dumps(batches))
     copied.load_state_dict(batches.state_dict())
     assert rows(copied) == whole[5 * 64 :]
+
+
+def test_a_process_that_cannot_map_the_data_is_told_which_option_needs_it(memory: Path) -> None:
+    store, tcp = memory / "store", ["tcp://127.0.0.1:0"]
+    with closing(CatalogService("grpc://127.0.0.1:0")) as catalog:
+        with Node(Store(store), ["shm:"], catalog=catalog.uri), dis.connect(catalog.uri) as client:
+            client.put("data", TABLE)
+            advice: dict[str, Any] = {"use shuffle='window'": {"shuffle": True}, "leave out weights=": {"weights": "n"}}
+            saved = {text: pickle.dumps(Batches(client["data"], columns=["n"], **advice[text])) for text in advice}
+        with Node(Store(store), tcp, catalog=catalog.uri):  # the data is in its files, but not over shared memory
+            for text, pickled in saved.items():
+                refused = f"^'data' was mapped .* cannot be mapped in this process: {text}$"
+                with pytest.raises(OptionError, match=refused):
+                    next(iter(pickle.loads(pickled)))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -38,9 +38,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("method", "end"), [("fork", "killed"), ("fork", "exit"), ("spawn", "killed"), ("forkserver", "exit")]
-)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("end", ["killed", "exit"])
 def test_a_worker_ends_when_its_parent_has_gone(tmp_path: Path, method: str, end: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -135,7 +135,7 @@ class Examples:
             if batches is None:  # such as a worker that has too many descriptors open
                 raise OptionError(
                     f"{self.dataset.name!r} was mapped where this order of its rows was chosen, but cannot be mapped "
-                    "in this process: use shuffle='window'"
+                    f"in this process: {self._sampling.unmapped_order}"
                 )
             self._gatherer = Gatherer(batches, self._columns)
         passing = self._blocks.passing()

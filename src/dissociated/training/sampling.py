@@ -127,6 +127,11 @@ class Sampling:
             return {**self.features}
         return {"features": self.features} if self.features else {}
 
+    @property
+    def unmapped_order(self) -> str:
+        """The advice to choose an order that needs no mapped data."""
+        return "use shuffle='window'" if self.weights is None else "leave out weights="
+
     def order(self, mapped: bool) -> Order:
         """Return the kind of order for data that is `mapped` into this process, or not.
 
@@ -135,12 +140,10 @@ class Sampling:
         """
         if self.weights is not None or self.shuffle == "global":
             if not mapped:
-                single_rows, instead = "shuffle='global'", "use shuffle='window'"
-                if self.weights is not None:
-                    single_rows, instead = "weights=", "leave out weights="
+                single_rows = "shuffle='global'" if self.weights is None else "weights="
                 raise OptionError(
                     f"{single_rows} reads single rows, and this dataset cannot be mapped into this process: read it on "
-                    f"its host over shm:, uncompressed, or {instead}"
+                    f"its host over shm:, uncompressed, or {self.unmapped_order}"
                 )
             return Order.GLOBAL
         if not self.shuffle:
