@@ -7,7 +7,7 @@ SCALE ?= 0.01
 # Without bytecode, each of the many interpreters that the tests start would compile the library again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo flights test lint coverage bridges nanoarrow bench docs wheel check-tag clean
+.PHONY: demo flights test lint coverage bridges nanoarrow bench docs wheel image check-tag clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python -m examples.tpch --scale $(SCALE) $(ARGS)
@@ -61,6 +61,10 @@ wheel: .venv/release.stamp
 	rm -rf build/dist
 	$(BIN)/python -m build --outdir build/dist
 	$(BIN)/python tests/wheel.py build/dist/*.whl
+
+# Build the container image twice, compare both, and try it. Needs podman; ARGS=BASE names another base.
+image:
+	$(PYTHON) tests/image.py $(ARGS)
 
 # A release is built from its tag, and the files that name it have been changed: make check-tag TAG=v1.2.3
 check-tag:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dissociated import cli, errors
+from dissociated import errors
 from support.sources import nodes
 
 SOURCE = Path(__file__).parents[1] / "src" / "dissociated"
@@ -198,14 +198,3 @@ def test_the_message_of_a_log_call_is_written_in_the_call() -> None:
     """Otherwise the tests above would not see it. `LimitedLog` passes the messages of its callers on."""
     hidden = [place for place, message in log_calls() if not [*templates(message)]]
     assert [place for place in hidden if not place.startswith("base/limited_log.py")] == []
-
-
-def test_each_phrase_that_the_command_line_replaces_is_in_a_message() -> None:
-    texts = {
-        node.value
-        for name, within in modules()
-        for node in within
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and name != "cli/__init__.py"
-    }
-    assert len(cli.PHRASES) > 5
-    assert [phrase for phrase in cli.PHRASES if not any(phrase in text for text in texts)] == []

@@ -53,11 +53,11 @@ int main(int, char **arguments) try {
     uint64_t want_data = std::stoull(uri.substr(uri.find("want_data=") + 10));
     std::string request = preamble + bytes(ticket.size() | 2ull << 56) + bytes(want_data) + padded(ticket);
     if (send(fileno(server), request.data(), request.size(), 0) < 0 || read(server, 8) != preamble) throw std::runtime_error("preamble");
-    for (uint32_t next = 0; next != count;)
-        if (headers.count(next) && (next == 0 || bodies.count(next))) {
+    for (uint64_t message = 0; uint32_t(message) != count;)
+        if (uint32_t next = message; headers.count(next) && (message == 0 || bodies.count(next))) {
             if (bodies[next].size() != body_length(headers[next])) throw std::runtime_error("body-length");
             std::cout << bytes(0xffffffff | padded(headers[next]).size() << 32) << padded(headers[next]) << bodies[next];
-            headers.erase(next), bodies.erase(next), next++;
+            headers.erase(next), bodies.erase(next), message++;
         } else {
             uint64_t word = u64(read(server, 8), 0), tag = u64(read(server, 8), 0), length = word << 8 >> 8;
             take(word >> 56, tag, read(server, (length + 7) & ~7ull).substr(0, length));

@@ -51,13 +51,14 @@ for await (const chunk of socket) {
     take(received[7], received.readBigUInt64LE(8), received.subarray(16, 16 + length));
     received = received.subarray(end);
   }
-  for (; headers.has(next) && (next === 0 || bodies.has(next)); headers.delete(next), bodies.delete(next), next++) {
-    const header = headers.get(next), body = bodies.get(next) ?? Buffer.alloc(0), prefix = Buffer.alloc(8, 0xff);
+  for (let number; headers.has(number = next >>> 0) && (next === 0 || bodies.has(number)); next++) {
+    const header = headers.get(number), body = bodies.get(number) ?? Buffer.alloc(0), prefix = Buffer.alloc(8, 0xff);
+    headers.delete(number), bodies.delete(number);
     if (body.length !== bodyLength(header)) throw new Error(`body-length: ${body.length} bytes of message ${next}`);
     prefix.writeUInt32LE(header.length + padding(header).length, 4);
     process.stdout.write(Buffer.concat([prefix, header, padding(header), body]));
   }
-  if (next === count) break;
+  if (next >>> 0 === count) break;
 }
-if (next !== count) throw new Error(`stream-whole: message ${next} is missing`);
+if (next >>> 0 !== count) throw new Error(`stream-whole: message ${next} is missing`);
 process.stdout.write(Buffer.from("ffffffff00000000", "hex"));

@@ -65,7 +65,8 @@ class DissociatedError(Exception):
     code = "failed"
     #: The text that is sent to the peer instead of the message, if the message may hold secrets of the user's code.
     peer_reason: str | None = None
-    #: The identifier of this error in the log, which is sent to the peer together with `peer_reason`.
+    #: The identifier of this error in the log, which is sent to the peer with `peer_reason`. If a peer has reported
+    #: the error, the identifier is that of the peer's log.
     reference: str | None = None
 
 
@@ -80,8 +81,9 @@ def log_message(error: DissociatedError) -> str:
 
 
 def _with_reference(error: DissociatedError, text: str) -> str:
-    suffix = f" [{error.code} {error.reference}]"  # which an error that a peer reported has already
-    return text if error.reference is None or text.endswith(suffix) else f"{text}{suffix}"
+    # The message of an error that a peer has reported includes the reference already. Such an error has no reason.
+    is_own = error.reference is not None and error.peer_reason is not None
+    return f"{text} [{error.code} {error.reference}]" if is_own else text
 
 
 def log_level(error: DissociatedError) -> int:

@@ -1,4 +1,4 @@
-"""Database files of a catalog that are damaged, of an older library, or of another program."""
+"""Database files of a catalog that are damaged, of another schema, or of another program."""
 
 from __future__ import annotations
 
@@ -178,54 +178,14 @@ def test_a_file_of_somebody_else_stays_as_it_is(memory: Path) -> None:
     assert [one.name for one in memory.iterdir()] == ["catalog.db"]
 
 
-#: The tables of release 2, reduced to the columns that matter.
-OLD = """
-CREATE TABLE nodes (
-    id TEXT PRIMARY KEY, host TEXT NOT NULL, boot_id TEXT NOT NULL, flight TEXT NOT NULL, locations TEXT NOT NULL,
-    seen REAL NOT NULL, lives_until REAL NOT NULL, digest TEXT NOT NULL DEFAULT ''
-);
-CREATE TABLE versions (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, schema BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
-    tags TEXT NOT NULL, created REAL NOT NULL, expires REAL, replaced REAL, promised REAL NOT NULL DEFAULT 0,
-    began TEXT NOT NULL
-);
-CREATE UNIQUE INDEX the_dataset ON versions (name) WHERE replaced IS NULL;
-CREATE TABLE parts (
-    id TEXT PRIMARY KEY, node TEXT NOT NULL REFERENCES nodes, ticket BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
-    serial INTEGER NOT NULL
-);
-CREATE TABLE version_parts (
-    version INTEGER NOT NULL REFERENCES versions ON DELETE CASCADE, number INTEGER NOT NULL,
-    part TEXT NOT NULL REFERENCES parts ON DELETE CASCADE, PRIMARY KEY (version, number, part)
-);
-CREATE INDEX by_name ON versions (name);
-CREATE TABLE unused (part TEXT PRIMARY KEY);
-CREATE TABLE unsettled (part TEXT PRIMARY KEY);
-CREATE TRIGGER lost AFTER DELETE ON parts BEGIN DELETE FROM unused WHERE part = OLD.id; END;
-CREATE TABLE commits (key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL);
-CREATE TABLE aborts (key TEXT PRIMARY KEY, at REAL NOT NULL);
-INSERT INTO nodes VALUES ('a', 'host', 'boot', 'grpc://a:1', '[]', 1, 1e18, '');
-INSERT INTO versions VALUES (7, 'd', x'00', 1, 8, '{}', 1, NULL, 2, 1e18, 'k7');
-INSERT INTO versions VALUES (9, 'd', x'00', 1, 8, '{"a": "b"}', 2, NULL, NULL, 0, 'k9');
-INSERT INTO parts VALUES ('p7', 'a', x'07', 1, 8, 1), ('p9', 'a', x'09', 1, 8, 2);
-INSERT INTO version_parts VALUES (7, 0, 'p7'), (9, 0, 'p9');
-INSERT INTO commits VALUES ('k7', 7, 1e17), ('k9', 9, 1e17);
-INSERT INTO aborts VALUES ('k8', 1e17);
-PRAGMA user_version = 2;
-"""
-
-
-def test_a_database_of_an_older_library_keeps_its_numbers(memory: Path) -> None:
+def test_a_database_of_another_schema_is_refused_and_stays_as_it_is(memory: Path) -> None:
     path = memory / "catalog.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(OLD)
-    for number in range(2):  # the second time the file is already one of this library
-        with closing(Database(str(path), clock=lambda: 10.0)) as database:
-            assert [record.number for record in database.versions("d")][:2] == [7, 9]
-            assert (database.committed("k9"), database.resolved_commits(["k8"])) == (9, ["k8"])
-            assert database.find("d", 9).tags == {"a": "b"}
-            database.find("d", retain=60.0)
-            published = database.publish(
-                Commit("d", key=f"new {number}"), b"\0", [Part(f"n{number}", "a", b"n%d" % number)]
-            )
-            assert published == 10 + number
+    fill(path)
+    for number in (2, 4):
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute(f"PRAGMA user_version = {number}")
+        before = path.read_bytes()
+        with leaving_nothing(), pytest.raises(CatalogError, match="was written by another version of this library"):
+            Database(str(path))
+        assert path.read_bytes() == before
+        assert [one.name for one in memory.iterdir()] == ["catalog.db"]

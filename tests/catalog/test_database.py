@@ -8,6 +8,8 @@ import stat
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -44,19 +46,22 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def database(clock: Clock) -> Database:
-    made = Database(clock=clock)
-    for node in (A, B):
-        made.register(node, [], "", FOREVER)
-    return made
+def database(clock: Clock) -> Iterator[Database]:
+    with closing(Database(clock=clock)) as made:
+        for node in (A, B):
+            made.register(node, [], "", FOREVER)
+        yield made
 
 
 def part(name: str, node: str = "a", number: int = 0, rows: int | None = 1, serial: int = 1) -> Part:
     return Part(name, node, f"ticket {name}".encode(), rows, 8, number, serial)
 
 
-def announced(name: str, dataset: str, *, prepared: bool = False, created: float = 1.0, node: str = "a") -> Version:
-    return Version(dataset, f"key {name}", SCHEMA, created, (part(name, node),), prepared=prepared)
+def announced(
+    name: str, dataset: str, number: int = 1, *, prepared: bool = False, created: float = 1.0, node: str = "a"
+) -> Version:
+    parts = (part(name, node),)
+    return Version(dataset, f"key {name}", SCHEMA, created, parts, prepared=prepared, number=number)
 
 
 def tickets(database: Database, name: str) -> list[bytes]:
@@ -208,7 +213,7 @@ def test_nodes_come_and_go(database: Database, clock: Clock) -> None:
 
 def test_what_a_node_published_itself_becomes_known_when_it_registers(database: Database) -> None:
     database.publish(Commit("newer", key="k"), SCHEMA, [part("n", "b")])
-    mine = [announced("1", "d"), announced("2", "d", created=2.0), announced("o", "newer")]
+    mine = [announced("1", "d"), announced("2", "d", 2), announced("o", "newer")]
     database.register(A, mine, "", FOREVER, serial=9)
     assert tickets(database, "d") == [b"ticket 2"]
     assert tickets(database, "newer") == [b"ticket n"]

@@ -485,11 +485,11 @@ def test_a_stream_that_something_follows_is_not_published(tmp_path: Path) -> Non
                     put = call("put", source, name, given=given)
                     assert put.returncode == 1
                     assert "has data after" in put.stderr
-                    assert "(dissociated put FILE NAME --append)" in put.stderr
+                    assert "(with --append, dissociated put adds one to another)" in put.stderr
                 for publish in (client.put, server.publish):
-                    with pytest.raises(SourceError, match=r"has data after.*publish each stream by itself$"):
+                    with pytest.raises(SourceError, match=r"has data after.*publish each stream by itself"):
                         publish("ends", path)
-                    with pytest.raises(SourceError, match=r"has data after.*publish each stream by itself$"):
+                    with pytest.raises(SourceError, match=r"has data after.*publish each stream by itself"):
                         publish("ends", first + more)
         # The end is missing in a file that was extended before it was written.
         path.write_bytes(stream[:-8] + bytes(4096))
@@ -521,8 +521,9 @@ def test_files_after_each_other_are_not_published(tmp_path: Path) -> None:
             for source, given in (("-", content), (path, b"")):
                 put = call("put", source, name, given=given)
                 assert put.returncode == 1
-                where = "the standard input" if source == "-" else path
-                assert f"'{where}' holds several Arrow IPC files" in put.stderr
+                where = "the standard input cannot be published" if source == "-" else f"'{path}'"
+                assert where in put.stderr
+                assert "holds several Arrow IPC files" in put.stderr
             for publish in (client.put, server.publish):
                 with pytest.raises(SourceError, match="several Arrow IPC files"):
                     publish("files", path)
@@ -561,7 +562,7 @@ def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
     [
         (["get", "CATALOG/nothing", "-o", "out.csv"], "no dataset 'nothing' is published here"),
         (["get", "CATALOG", "-o", "out.csv"], "has no dataset name"),
-        (["head", "CATALOG/flihgts"], "did you mean 'flights'? List the names with dissociated ls"),
+        (["head", "CATALOG/flihgts"], "did you mean 'flights'? List the names with client.list() or dissociated ls"),
         (["get", "CATALOG/planes", "-o", "out.xyz"], "none of the endings .arrow, .feather"),
         (["cat", "planes", "--store", "FILES/none"], "and no node with the store 'FILES/none' runs"),
         (["get", "CATALOG/planes", "-o", "no/such/out.csv"], "the directory 'no/such' does not exist"),
@@ -574,7 +575,10 @@ def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
             ["head", "CATALOG/planes", "--filter", "text = 5"],
             "'=' 5 could select other rows than you mean: write a",
         ),
-        (["versions", "CATALOG/nothing"], "no dataset 'nothing' is published here: list the names with dissociated ls"),
+        (
+            ["versions", "CATALOG/nothing"],
+            "no dataset 'nothing' is published here: list the names with client.list() or dissociated ls",
+        ),
         (["get", "CATALOG/planes", "-o", "FILES"], "is a directory: give a file in it"),
         (["ls", "--catalog", "nonsense"], "'nonsense' is not the URI of a catalog: give grpc://HOST:PORT"),
         (["ls", "127.0.0.1:1234"], "'127.0.0.1:1234' has no scheme: give grpc://127.0.0.1:1234, or"),
@@ -703,7 +707,7 @@ def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
         missing = call("drop", f"{uri}/both")
         assert (missing.returncode, missing.stderr) == (
             1,
-            "dissociated: no dataset 'both' is published here: list the names with dissociated ls\n",
+            "dissociated: no dataset 'both' is published here: list the names with client.list() or dissociated ls\n",
         )
         process.terminate()
         assert process.wait(PATIENCE) == 0

@@ -208,7 +208,7 @@ def test_flight_is_the_last_way_to_data_whose_port_answers_nothing(
         info = at_port(client.describe("data"), silent.getsockname()[1])
         monkeypatch.setattr(plan, "CONNECT_TIMEOUT", 0.1)
         with caplog.at_level("INFO", "dissociated.client.parts"):  # it counts the rows of batches, and then reads some
-            some = client.endpoints.read(lambda: info, replace(client.defaults, rows=range(500, 600))).read_all()
+            some = client.endpoints.read_at(info, replace(client.defaults, rows=range(500, 600))).read_all()
         assert some == table[500:600]
         assert [record.name for record in caplog.records].count("dissociated.client.parts") == 1
         monkeypatch.setattr(plan, "CONNECT_TIMEOUT", 100)  # a read that tries the port first fails from now on

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from dissociated.client.plan import CONNECT_TIMEOUT, Capabilities, PartPlan, Route, Step, plan, plan_part
+from dissociated.client.plan import CONNECT_TIMEOUT, Capabilities, PartPlan, Route, Step, parts_to_read, plan, plan_part
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.options import ReadOptions
 from dissociated.control.dataset_info import DatasetInfo
@@ -193,7 +193,9 @@ def test_all_parts_together_give_exactly_the_request(
     request = ReadRequest(columns=names, filter=condition and condition.filter, limit=limit, rows=rows)
     known = [sum(batch.num_rows for batch in part) if counted or rows is not None else None for part in parts]
     endpoints = tuple(Endpoint(ticket, (str(at),), rows=known[at]) for at in range(len(parts)))
-    planned = plan(request, DatasetInfo("d", SCHEMA, None, None, endpoints), lambda endpoint: ways)
+    info = DatasetInfo("d", SCHEMA, None, None, endpoints)
+    to_read = parts_to_read(request, info)
+    planned = plan(request, info, to_read, [ways] * len(to_read))
     chosen = positions(names, None)
     if not planned.parts:
         assert planned.schema == pa.schema([SCHEMA.field(at) for at in chosen], SCHEMA.metadata)
@@ -281,16 +283,21 @@ def test_filtering_that_is_not_exact_leaves_out_no_row_that_passes(
 def test_a_plan_for_impossible_requests_is_refused() -> None:
     info = DatasetInfo("d", SCHEMA, None, None, (Endpoint(b"t", ()), Endpoint(b"t", (), rows=1)))
     flight = Route((), Capabilities())
+
+    def refused(request: ReadRequest, info: DatasetInfo) -> None:
+        parts = parts_to_read(request, info)
+        plan(request, info, parts, [[flight]] * len(parts))
+
     with pytest.raises(ColumnNotFound):
-        plan(ReadRequest(filter=pc.field("none") > 1), info, lambda endpoint: [flight])
+        refused(ReadRequest(filter=pc.field("none") > 1), info)
     with pytest.raises(OptionError):
-        plan(ReadRequest(filter=a + 1), info, lambda endpoint: [flight])
+        refused(ReadRequest(filter=a + 1), info)
     with pytest.raises(CatalogError, match="how many rows"):
-        plan(ReadRequest(rows=range(3)), info, lambda endpoint: [flight])
+        refused(ReadRequest(rows=range(3)), info)
     with pytest.raises(ColumnNotFound):
-        plan(ReadRequest(columns=["none"]), info, lambda endpoint: [flight])
+        refused(ReadRequest(columns=["none"]), info)
     with pytest.raises(ColumnNotFound):
-        plan(ReadRequest(columns=["none"]), replace(info, endpoints=()), lambda endpoint: [flight])
+        refused(ReadRequest(columns=["none"]), replace(info, endpoints=()))
 
 
 def test_a_stream_with_other_columns_than_its_dataset_is_refused() -> None:

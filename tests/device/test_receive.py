@@ -73,17 +73,14 @@ class Lands(TcpTransport):
 
 
 @pytest.fixture(autouse=True)
-def lands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def lands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install the scheme `lands` as the package of a third party would."""
     package = tmp_path / "lands-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: lands\nVersion: 1\n")
     (package / "entry_points.txt").write_text(f"[dissociated.transports]\nlands = {__name__}:Lands\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry.transport.cache_clear()
     Landed.written = 0
-    yield
-    registry.transport.cache_clear()
 
 
 @pytest.fixture(scope="module")

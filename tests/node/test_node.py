@@ -81,6 +81,14 @@ def test_a_node_killed_while_it_serves_has_everything_again_under_the_same_ticke
     assert not (store / "node.json").exists()
 
 
+def test_a_put_in_place_needs_no_address_but_the_one_that_the_client_has(memory: Path, start: Start) -> None:
+    node = start("node", "--store", memory / "store", "--flight", "grpc://0.0.0.0:0", "--advertise", "nowhere.invalid")
+    assert node.uri.startswith("grpc://nowhere.invalid:")
+    with dis.connect(node.uri.replace("nowhere.invalid", "127.0.0.1")) as client:
+        client.put("d", table(1, 2), transport="shm")
+        assert client.read("d", transport="shm").read_all() == table(1, 2)
+
+
 def test_a_node_that_was_killed_knows_every_commit_that_is_in_its_datasets(memory: Path, start: Start) -> None:
     def commit(uri: str, key: str, number: int, mode: str) -> None:
         with dis.connect(uri) as client:

@@ -185,24 +185,6 @@ def test_a_commit_that_reached_the_store_and_not_the_database_is_the_last(memory
         assert version(running.uri, "d")[0::2] == (4, [1, 2, 3, 4])
 
 
-def test_versions_that_were_written_without_numbers_are_counted_in_their_order(memory: Path) -> None:
-    store = memory / "store"
-    with Node(Store(store), ["shm:"]) as node:
-        for number in range(3):
-            with dis.connect(node.uri) as client:
-                client.put("d", table(number))
-                client.describe("d")  # makes the node keep the version
-    (store / "numbers").unlink()
-    for manifest in store.glob("segments/*/manifest.json"):
-        plain = json.loads(manifest.read_text())
-        del plain["version"]
-        manifest.write_text(json.dumps(plain))
-    for _ in range(2):
-        with Node(Store(store), ["shm:"]) as node:
-            assert numbers(node.uri, "d") == [1, 2, 3]
-            assert [version(node.uri, "d", number)[2] for number in (1, 2, 3)] == [[0], [1], [2]]
-
-
 @pytest.mark.parametrize("mode", ["overwrite", "append"])
 def test_a_version_whose_manifest_is_empty_leaves_its_number_behind(memory: Path, mode: str) -> None:
     """The version before it is not shown in its place, and nothing that knows the version accepts a later one."""

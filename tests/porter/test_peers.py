@@ -12,7 +12,7 @@ import pytest
 
 import dissociated as dis
 from support.helpers import PATIENCE, location
-from vectors.replay import ABORTED, INVALID, OF_CLIENTS, READABLE, Vector, cases, replayed
+from vectors.replay import ABORTED, INVALID, NUMBERS, OF_CLIENTS, READABLE, Vector, cases, replayed
 
 SOURCES = Path(__file__).parents[2] / "examples" / "peers"
 STRICT = ["-Wall", "-Wextra", "-Werror", "-O1", "-fsanitize=address,undefined"]
@@ -68,6 +68,17 @@ def test_a_peer_reads_a_vector(language: str, name: str, scheme: str, built: Pat
     table.validate(full=True)
     assert table.equals(table_of(vector.read("stream.arrows")))
     assert Counter(freed) == Counter(vector.plain.get("frees", ()))
+
+
+def test_the_c_library_takes_a_number_for_the_message_of_the_vectors(built: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no compiler for c on this machine")
+    program, source = built / "numbers", Path(__file__).parent / "numbers.c"
+    subprocess.run([compiler, "-std=c11", *STRICT, f"-I{SOURCES}", "-o", str(program), str(source)], check=True)
+    arguments = [word for row in NUMBERS for word in (row["next"], str(row["number"]))]
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout.split() == [row["message"] or "null" for row in NUMBERS]
 
 
 @pytest.mark.parametrize(

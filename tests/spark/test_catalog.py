@@ -110,6 +110,17 @@ def test_a_catalog_without_a_uri_is_the_one_of_the_session(
         spark.sql(f"SHOW TABLES IN {name}_wrong")
 
 
+def test_a_view_of_a_table_reads_the_current_version(spark: SparkSession, kept: str) -> None:
+    spark.sql(f"CREATE TABLE {kept}.t AS SELECT 1 AS n")
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW latest AS SELECT * FROM {kept}.t")
+    queried = spark.table("latest")
+    assert queried.collect() == [(1,)]
+    spark.sql(f"INSERT INTO {kept}.t VALUES (2)")
+    assert rows(spark, "SELECT a.n FROM latest a JOIN latest b ON a.n = b.n ORDER BY 1") == [(1,), (2,)]
+    assert queried.collect() == [(1,)]  # a DataFrame stays at its version
+    spark.catalog.dropTempView("latest")
+
+
 def test_a_table_keeps_its_comment_and_properties(spark: SparkSession, ours: str, client: dis.Client) -> None:
     spark.sql(f"CREATE TABLE {ours}.t (n INT COMMENT 'a number') COMMENT 'of mine' TBLPROPERTIES ('team' = 'x')")
     spark.sql(f"INSERT INTO {ours}.t VALUES (1)")
@@ -292,8 +303,14 @@ def test_rows_are_deleted_changed_and_merged_by_overwriting(spark: SparkSession,
     spark.sql(
         f"CREATE TABLE {flights} AS SELECT * FROM VALUES (70, 'a'), (-5, 'b'), (null, 'c'), (9, 'd') AS t(n, key)"
     )
-    with pytest.raises(PySparkException, match="does not support deletes"):
-        spark.sql(f"DELETE FROM {flights} WHERE n > 60")
+    for statement, recipe in {
+        f"DELETE FROM {flights} WHERE n > 60": r"SELECT \* FROM .* WHERE \(CONDITION\) IS NOT TRUE",
+        f"UPDATE {flights} SET n = 0 WHERE n < 0": r"SELECT \* EXCEPT \(COLUMN\), IF\(CONDITION, VALUE, COLUMN\)",
+        f"MERGE INTO {flights} f USING {flights} g ON f.key = g.key WHEN MATCHED THEN DELETE": "LEFT ANTI JOIN CHANGES",
+    }.items():
+        with pytest.raises(PySparkException, match=f"INSERT OVERWRITE {flights} BY NAME .*{recipe}"):
+            spark.sql(statement)
+    assert len(found()) == 4
     spark.sql(f"INSERT OVERWRITE {flights} BY NAME SELECT * FROM {flights} WHERE (n > 60) IS NOT TRUE")
     assert found() == [(-5, "b"), (9, "d"), (None, "c")]
     spark.sql(f"INSERT OVERWRITE {flights} BY NAME SELECT * EXCEPT (n), IF(n < 0, 0, n) AS n FROM {flights}")

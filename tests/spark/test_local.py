@@ -16,6 +16,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from pyspark.ml.linalg import Vectors
 
 import dissociated as dis
 from dissociated.errors import SourceError
@@ -90,6 +91,14 @@ def test_to_arrow_copies_columns_if_the_plan_ends_in_columns(spark: SparkSession
     ids = found["id"].to_pylist()
     assert sorted(ids) == [*range(120)]
     assert found["record"].to_pylist() == [None if n % 3 == 1 else {"x": n, "y": {"z": f"z{n}"}} for n in ids]
+    # Both columns have a dictionary, which for `many` has more strings than a batch has rows.
+    texts = spark.range(0, 20_000, numPartitions=1).selectExpr(
+        "id", "IF(id % 7 = 1, NULL, concat('few ', id % 3)) AS few", "concat('many ', id % 10000) AS many"
+    )
+    texts.write.parquet(str(tmp_path / "texts"))
+    found = to_arrow(spark.read.parquet(str(tmp_path / "texts")))
+    assert found["few"].to_pylist() == [None if n % 7 == 1 else f"few {n % 3}" for n in range(20_000)]
+    assert found["many"].to_pylist() == [f"many {n % 10_000}" for n in range(20_000)]
     df.dropna().write.parquet(str(tmp_path / "no nulls"))  # values without nulls are copied together
     dense = spark.read.parquet(str(tmp_path / "no nulls"))
     found = to_arrow(dense)
@@ -98,7 +107,8 @@ def test_to_arrow_copies_columns_if_the_plan_ends_in_columns(spark: SparkSession
 
 
 @pytest.mark.skipif(IN_JVM == "false", reason="Spark's own toArrow stands in")
-def test_to_arrow_of_cached_data_is_that_of_spark(spark: SparkSession) -> None:
+@pytest.mark.parametrize("compressed", [True, False])
+def test_to_arrow_of_cached_data_is_that_of_spark(spark: SparkSession, compressed: bool) -> None:
     """A cached batch of a column holds its values, their runs, an index of few values, or differences of numbers."""
     columns = NATIVE | {
         # Spark's own toArrow refuses a null struct whose fields are not nullable.
@@ -117,6 +127,7 @@ def test_to_arrow_of_cached_data_is_that_of_spark(spark: SparkSession) -> None:
     is_null = "id div 100 = 1 AND id % 7 > 1 OR id div 100 = 2"
     values = [f"IF({is_null}, NULL, {value}) AS {name}" for name, value in columns.items()]
     spark.conf.set("spark.sql.inMemoryColumnarStorage.batchSize", 100)
+    spark.conf.set("spark.sql.inMemoryColumnarStorage.compressed", compressed)
     df = spark.range(0, 430, numPartitions=1).selectExpr("id", *values).cache()
     try:
         assert reads_cached_batches(spark, df)
@@ -129,6 +140,32 @@ def test_to_arrow_of_cached_data_is_that_of_spark(spark: SparkSession) -> None:
     finally:
         df.unpersist()
         spark.conf.unset("spark.sql.inMemoryColumnarStorage.batchSize")
+        spark.conf.unset("spark.sql.inMemoryColumnarStorage.compressed")
+
+
+@pytest.mark.skipif(IN_JVM == "false", reason="Spark's own toArrow stands in")
+def test_to_arrow_of_cached_vectors_and_large_decimals(spark: SparkSession) -> None:
+    vectors = spark.createDataFrame([(Vectors.dense([1.0, 2.0]),), (None,), (Vectors.sparse(3, {1: 0.5}),)], ["v"])
+    vectors.cache()
+    assert reads_cached_batches(spark, vectors)
+    # Spark's own toArrow refuses a null vector.
+    assert to_arrow(vectors)["v"].to_pylist() == [
+        {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
+        None,
+        {"type": 0, "size": 3, "indices": [1], "values": [0.5]},
+    ]
+    vectors.unpersist()
+    # A decimal has 16 bytes in Arrow, and one byte in the cache.
+    wide = spark.range(0, 14_000, numPartitions=1).selectExpr(
+        *(f"CAST((id + {n}) % 100 AS DECIMAL(38, 0)) AS d{n}" for n in range(40))
+    )
+    wide.cache()
+    assert reads_cached_batches(spark, wide)
+    found = to_arrow(wide)
+    assert found.num_rows == 14_000
+    assert found["d7"].to_pylist() == [(n + 7) % 100 for n in range(14_000)]
+    assert max(batch.nbytes for batch in found.to_batches()) < (8 << 20) + 1_000
+    wide.unpersist()
 
 
 @pytest.mark.skipif(IN_JVM == "false", reason="Spark's own toArrow stands in")

@@ -69,7 +69,9 @@ def take_in_store(store: Store, step: Step) -> None:
     if mode != "drop":
         with store.writer(key, SCHEMA) as writer:
             writer.write(pa.record_batch([pa.array(numbers, pa.int64())], SCHEMA))
-        version = store.commit(commit_of(name, [key], mode="append" if mode == "append" else "overwrite", key=key))
+        number = 1 + max((one.number for one in store.named(name)), default=0)
+        mode = "append" if mode == "append" else "overwrite"
+        version = store.commit(commit_of(name, [key], mode=mode, key=key, number=number))
     store.remove(*(one for one in store.named(name) if mode == "drop" or one != version))
 
 

@@ -84,7 +84,7 @@ def test_a_store_removes_and_writes_over_nothing_that_it_did_not_make(memory: Pa
     with Store(home, limit=1 << 19, policy=Policy.SPILL, spill=disk) as store:
         put(store, "a")
         put(store, "b")  # this put moves `a` to disk
-        assert store.spilled(store.versions()[0])
+        assert [path.name for path in (disk / "segments").iterdir()] == [store.versions()[0].id]
     for place in (home, disk):
         (place / "trash" / "letter.txt").write_text("Dear Sir")
         (place / "trash" / "probe.arrows").write_text("Dear Madam")

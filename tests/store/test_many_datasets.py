@@ -149,17 +149,6 @@ def _only(version: Path) -> Path:
     return path
 
 
-def test_what_an_older_library_committed_is_served(memory: Path) -> None:
-    with Node(Store(memory)) as node:
-        put(node.uri, "a", table(1, 2))
-    (manifest,) = memory.glob("segments/*/manifest.json")
-    plain = json.loads(manifest.read_text())
-    del plain["schema"]
-    manifest.write_text(json.dumps(plain))
-    with Node(Store(memory)) as node:
-        assert read(node.uri, "a") == [1, 2]
-
-
 def test_a_commit_that_nobody_could_read_leaves_nothing(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dissociated.datasets.static.MAX_REGIONS", 1)
     with Store(memory) as store:

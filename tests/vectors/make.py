@@ -659,6 +659,17 @@ def other_columns(number: int) -> list[bytes]:
     return [head(number, message), body(number, message.body or b"")]
 
 
+def numbers() -> Iterable[dict[str, object]]:
+    """Yield messages around each wrap of the sequence numbers, the number of each on the wire, and the position."""
+    for wraps in (0, 1, 2, 1 << 21):
+        for next_message in ((wraps << 32) + offset for offset in (-3, -1, 0, 1, 1000)):
+            for distance in (-2, -1, 0, 1, 2, 1000):
+                message = next_message + distance
+                if next_message >= 0 and message >= 0:
+                    meant = None if distance < 0 else str(message)
+                    yield {"next": str(next_message), "number": message % (1 << 32), "message": meant}
+
+
 def write_all(folder: Path, make: Callable[[], Iterable[Vector]] = lambda: [*valid(), *invalid()]) -> None:
     names = []
     for vector in make():
@@ -666,6 +677,7 @@ def write_all(folder: Path, make: Callable[[], Iterable[Vector]] = lambda: [*val
         names.append(vector.name)
     assert len(set(names)) == len(names)
     (folder / "index.json").write_text(json.dumps({"version": VERSION, "vectors": names}, indent=2) + "\n")
+    (folder / "numbers.json").write_text("[\n" + ",\n".join(map(json.dumps, numbers())) + "\n]\n")
 
 
 if __name__ == "__main__":

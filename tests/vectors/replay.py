@@ -18,6 +18,7 @@ from faults.peer import FILE, LIVE, SEALED, TAGGED, RawConnection, RawServer
 HERE = Path(__file__).parent
 INDEX = json.loads((HERE / "index.json").read_text())
 NAMES: list[str] = INDEX["vectors"]
+NUMBERS: list[dict[str, Any]] = json.loads((HERE / "numbers.json").read_text())
 INVALID = [name for name in NAMES if name.startswith("invalid-")]
 OF_CLIENTS = [name for name in INVALID if name.startswith("invalid-client-")]
 ABORTED = [name for name in NAMES if name.startswith("abort-")]

@@ -14,11 +14,25 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import RemoteError, RemoteProtocolError
+from dissociated.protocol.wire import unwrap
 from porter import double
 from support.helpers import PATIENCE, location
 from support.tensor_cases import KINDS, dense, expected
 
-from .replay import ABORTED, HERE, INVALID, NAMES, OF_CLIENTS, READABLE, REQUESTS, TENSORS, Vector, cases, replayed
+from .replay import (
+    ABORTED,
+    HERE,
+    INVALID,
+    NAMES,
+    NUMBERS,
+    OF_CLIENTS,
+    READABLE,
+    REQUESTS,
+    TENSORS,
+    Vector,
+    cases,
+    replayed,
+)
 
 
 def table_of(stream: bytes) -> pa.Table:
@@ -70,6 +84,12 @@ def test_our_client_names_the_rule_that_a_server_breaks(name: str, scheme: str, 
     with replayed(vector, scheme, tmp_path) as (uri, _), pytest.raises(RemoteProtocolError) as caught:
         dis.open_stream(uri, vector.ticket, timeout=PATIENCE).read_all()
     assert caught.value.rule == vector.plain["broken_rule"]
+
+
+def test_our_client_takes_a_number_for_the_message_of_the_vectors() -> None:
+    for row in NUMBERS:
+        message = unwrap(row["number"], int(row["next"]))
+        assert (None if message < int(row["next"]) else str(message)) == row["message"]
 
 
 # Our server
@@ -138,7 +158,8 @@ def test_the_files_are_those_that_the_script_makes(tmp_path: Path) -> None:
         if path.is_file()
     }
     kept = {path.relative_to(HERE): path.read_bytes() for name in NAMES for path in (HERE / name).iterdir()}
-    kept[Path("index.json")] = (HERE / "index.json").read_bytes()
+    for name in ("index.json", "numbers.json"):
+        kept[Path(name)] = (HERE / name).read_bytes()
     assert sorted(made) == sorted(kept)
     assert [path for path in made if made[path] != kept[path]] == []
     assert sum(map(len, kept.values())) < 800_000

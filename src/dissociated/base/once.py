@@ -34,7 +34,3 @@ class once(Generic[T]):  # noqa: N801  # a decorator
             if arguments not in self._values:
                 self._values[arguments] = self._make(*arguments)
             return self._values[arguments]
-
-    def cache_clear(self) -> None:
-        """Discard all values."""
-        self._values.clear()

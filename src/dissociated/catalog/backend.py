@@ -163,12 +163,11 @@ class Backend(ABC):
     def refuse(self, id: str) -> None:
         """Remove a prepared version that will not be published, now or, if that fails, in a later `sweep`."""
 
-    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
+    def confirm(self, published: Mapping[str, bool]) -> None:
         """Record in the store that prepared versions were published.
 
         Args:
             published: For each id, True if it was published as a whole dataset and False if as a part of one.
-            numbers: The version numbers of the ids that had none.
         """
 
     def sweep(self) -> None:

@@ -238,7 +238,7 @@ class Catalog(ABC):
             host_name(),
             boot_id(),
             self.node.id,
-            self.node.flight,
+            "",
             self._backend.limited,
             directory_id(directory),
             self._backend.handover,

@@ -155,7 +155,7 @@ class Database:
         for version in sorted(announced, key=lambda version: (version.number, version.serial)):
             if not version.whole:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (version.id,))
-            elif version.schema and not version.prepared and not self._is_known(version):
+            elif not version.prepared and not self._is_known(version):
                 versions.learn(version)
             versions.use_number(version.name, version.number)
 
@@ -358,19 +358,15 @@ class Database:
                 versions.check_not_lost(name)
             return versions.next_number(name)
 
-    def learn(self, announced: Version) -> int | None:
+    def learn(self, announced: Version) -> None:
         """Publish a version in the store of this process, unless it is known, aborted, replaced or dropped.
 
         The version keeps its number.
-
-        Returns:
-            The number of the version if it is visible, or None.
         """
         with self._transaction() as versions:
             if not self._is_known(announced) and not versions.is_resolved(announced.key):
                 versions.learn(announced)
             versions.use_number(announced.name, announced.number)
-        return self.version_of(announced.id)
 
     def record_removed(self, removed: Mapping[str, Removal], held_versions: Sequence[Version] = ()) -> None:
         """Record versions that left the store of this process, and `held_versions` in it. See `register`."""
@@ -379,14 +375,10 @@ class Database:
 
     def version_of(self, part: str) -> int | None:
         """Return the number of the latest version that has this part, or None."""
-        return self.versions_of([part]).get(part)
-
-    def versions_of(self, parts: Iterable[str]) -> dict[str, int]:
-        """Return the number of the latest version that has each of these parts, without parts that no version has."""
         with self._reading():
             sql = "SELECT number FROM versions WHERE id = (SELECT max(version) FROM version_parts WHERE part = ?)"
-            rows_by_part = {part: self._tables.all(sql, part) for part in parts}
-            return {part: int(rows[0]["number"]) for part, rows in rows_by_part.items() if rows}
+            rows = self._tables.all(sql, part)
+            return int(rows[0]["number"]) if rows else None
 
     def committed(self, key: str) -> int | None:
         """Return the number of the version committed with this key, even if that version is gone, or None."""

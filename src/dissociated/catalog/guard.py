@@ -34,7 +34,10 @@ def server_options(uri: str, security: Security) -> dict[str, Any]:
         options["middleware"] = {_MIDDLEWARE: Guard(security)}
     if uri.startswith("grpc+tls:"):
         if security.certificate is None:
-            raise OptionError(f"a catalog at {uri!r} needs a certificate and its key: add tls_cert and tls_key")
+            raise OptionError(
+                f"a catalog at {uri!r} needs a certificate and its key: give tls_cert and tls_key "
+                "(--tls-cert, --tls-key)"
+            )
         options["tls_certificates"] = [tuple(map(_read, security.certificate))]
     return options
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pyarrow as pa
 
 from dissociated.catalog.backend import Backend, NoBackend, Prepared
-from dissociated.codec import schemas
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.control.access import Signer, Unsigned
@@ -80,18 +79,8 @@ class Holdings:
         return Part(prepared.id, self.backend.id, dataset.ticket, dataset.rows, dataset.nbytes, serial=prepared.serial)
 
     def describe_versions(self, versions: Iterable[Version]) -> list[Version]:
-        """Return stored versions as this node reports them to a catalog: with its id, and with a schema if possible."""
-        return [self._describe_version(version) for version in versions]
-
-    def _describe_version(self, version: Version) -> Version:
-        try:
-            schema = schemas.serialize(self.backend.load_version(version).dataset.schema)
-        except DissociatedError as error:
-            _log.warning(
-                "reading a stored version failed: dataset=%r version=%s error=%s", version.name, version.id, error
-            )
-            schema = b""
-        return replace(version, schema=schema, parts=(replace(version.part, node=self.backend.id),))
+        """Return stored versions as this node reports them to a catalog: with its id."""
+        return [replace(version, parts=(replace(version.part, node=self.backend.id),)) for version in versions]
 
     def delete_parts(self, parts: Sequence[str]) -> None:
         """Delete parts, and stop serving the deleted ones. Raise StoreError if a part cannot be deleted."""

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base.display import advise_name
+from dissociated.base.interrupts import interrupts_held
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import FOREVER, Database
@@ -29,7 +30,7 @@ from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError, StoreError
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
 from dissociated.store.numbers import Removal
@@ -204,25 +205,18 @@ class LocalCatalog(Catalog):
     def publish_dataset(self, dataset: Dataset, ttl: float | None = None) -> None:
         part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
         commit = Commit(dataset.name, key=part.id, ttl=ttl)
-        with self._locks.of_name(dataset.name):
+        with self._locks.of_name(dataset.name), interrupts_held():
             old = self._registry.find_name(dataset.name)
             try:
                 self._registry.publish(dataset)  # first, so that every ticket in the catalog works
                 self._registry.assign_part(part.id, dataset)
                 self._database.publish(commit, schemas.serialize(dataset.schema), [part])
             except BaseException:
-                if not self._is_published(part.id):  # Ctrl-C may come after the transaction.
-                    self._registry.withdraw_parts([part.id])
-                    self._registry.withdraw(dataset)
-                    self._registry.restore(old)
+                self._registry.withdraw_parts([part.id])
+                self._registry.withdraw(dataset)
+                self._registry.restore(old)
                 raise
         self._clean_up(self._delete_unreferenced)
-
-    def _is_published(self, part: str) -> bool:
-        """Return whether a version has the part. A database that does not answer has not published it either."""
-        with suppress(DissociatedError):
-            return self._database.version_of(part) is not None
-        return False
 
     def drop(self, name: str) -> None:
         # A new database publishes every version in the store that is not recorded as dropped. So delete or record the
@@ -396,7 +390,7 @@ class LocalCatalog(Catalog):
         if body.get("signs", "") != self._registry.tickets.fingerprint():
             raise AccessDenied(
                 "this catalog and the node do not make the same tickets: start both with the same secret and a "
-                "ticket_lifetime, or both without"
+                "ticket_lifetime (--secret-file, --ticket-lifetime), or both without"
             )
         if (duplicate := self._members.find_duplicate(node)) is not None:
             raise AccessDenied(
@@ -428,12 +422,10 @@ class LocalCatalog(Catalog):
         return {"known": is_known, **(self._node_reply(node, announced) if is_known else {})}
 
     def _node_reply(self, node: str, announced: Sequence[Version]) -> dict[str, Any]:
-        """Return the state of announced versions: the published ones, their new numbers, and the parts to delete."""
-        unnumbered = [version.id for version in announced if not version.number]
+        """Return the state of announced versions: the published ones, and the parts to delete."""
         return {
             "now": time.time(),
             "wanted": self._database.referenced_parts(node, [version.id for version in announced]),
-            "numbers": self._database.versions_of(unnumbered),
             "unwanted": self._database.unreferenced_parts(node, announced),
         }
 
@@ -465,9 +457,7 @@ class LocalCatalog(Catalog):
         if any(entry.replaces(version) for entry in self._backend.store.set_aside):
             raise CatalogError("a later version of the dataset is set aside, so this version is not published")
         (described,) = self.holdings.describe_versions([version])
-        number = self._database.learn(described)
-        if number is not None and not version.number:
-            self._backend.confirm({version.id: True}, {version.id: number})
+        self._database.learn(described)
         latest = self._latest[version.name]
         if latest.id != version.id and latest.created + self.retain > time.time():
             with suppress(DatasetNotFound):  # Its time to live may be over.

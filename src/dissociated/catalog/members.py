@@ -249,8 +249,9 @@ class Members:
 
     def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
         """Return the stage of a node: see `Catalog.stage`. Raise CatalogError if no node is alive."""
-        with self._call(self._nearest(caller)) as peer:
-            return peer.do_action("stage", dict(caller))
+        node = self._nearest(caller)
+        with self._call(node) as peer:
+            return {**peer.do_action("stage", dict(caller)), "flight": node.flight}
 
     def put(
         self,

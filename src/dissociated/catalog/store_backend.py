@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from dissociated.catalog.backend import Backend, Prepared
 from dissociated.codec.options import WriteOptions
+from dissociated.codec.schemas import deserialize
 from dissociated.control.commit import Commit
 from dissociated.control.version import Version
 from dissociated.datasets.base import Dataset
@@ -90,27 +91,18 @@ class StoreBackend(Backend):
         return self.load_version(version)
 
     def load_version(self, version: Version) -> Prepared:
-        """Return a version in a form that can be served. Its segments are opened when it is read.
-
-        Raises:
-            SourceError: The version was written by an older library, which kept the schema in the segments alone, and
-                the segments cannot be read.
-        """
+        """Return a version in a form that can be served. Its segments are opened when it is read."""
         dataset = self._registry.lookup_part(version.id)
         if dataset is None:
+            schema = deserialize(version.schema)
             stored = StoredDataset(
-                version.name, self._schema(version), version.rows, version.nbytes, partial(self._open_version, version)
+                version.name, schema, version.rows, version.nbytes, partial(self._open_version, version)
             )
             stored.ticket = version.ticket
             dataset = self._registry.serve(version.id, stored)
             if self.store.version(version.id) is None:  # The version was removed meanwhile.
                 self._registry.withdraw_parts([version.id])
         return Prepared(version.id, dataset, version.serial)
-
-    def _schema(self, version: Version) -> pa.Schema:
-        if not version.schema:
-            return self._open_version(version).schema
-        return pa.ipc.read_schema(pa.py_buffer(version.schema))
 
     def _open_version(self, version: Version) -> SegmentsDataset:
         """Return the segments of a version, opened.
@@ -156,11 +148,11 @@ class StoreBackend(Backend):
         if version is not None:  # Its number is used up, but no client was told that the version was published.
             self.store.remove(replace(version, prepared=True))
 
-    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
+    def confirm(self, published: Mapping[str, bool]) -> None:
         for id, whole in published.items():
             version = self.store.version(id)
             if version is not None:
-                self.store.confirm(version, whole, (numbers or {}).get(id, 0))
+                self.store.confirm(version, whole)
 
     def sweep(self) -> None:
         with suppress(OSError):  # It shows since when no node has served the store.

@@ -119,20 +119,6 @@ def _seals() -> Iterator[str]:
 
 
 _SCHEMA = _TABLES + "\n".join(_seals())
-#: Queries that convert the tables of the previous schema. There, the number of a version was its id, which counted the
-#: versions of all names together. Existing numbers stay as they are.
-_UPGRADES = {
-    "nodes": "SELECT id, host, boot_id, flight, locations, seen, lives_until, digest, 0 FROM nodes",
-    "versions": "SELECT id, name, id, schema, rows, nbytes, tags, created, expires, replaced, promised, began, 0, 0"
-    " FROM versions",
-    "numbers": "SELECT name, max(id), max(id), 0, 0 FROM versions GROUP BY name",
-    "parts": "SELECT id, node, ticket, rows, nbytes, serial, 0 FROM parts",
-    "version_parts": "SELECT * FROM version_parts",
-    "commits": "SELECT *, 0 FROM commits",
-    "aborts": "SELECT *, 0 FROM aborts",
-    "unused": "SELECT * FROM unused",
-    "unsettled": "SELECT * FROM unsettled",
-}
 
 
 class Tables(ProcessBound):
@@ -149,6 +135,10 @@ class Tables(ProcessBound):
     def __init__(self, path: str) -> None:
         self._lock = threading.RLock()
         self._path = path
+        #: The number of changes of all transactions that are committed, or about to be. SQLite's own number may be read
+        #: under `_lock` alone: it is read with the GIL, and SQLite's mutex may belong to a thread in `_checksum`, which
+        #: waits for the GIL.
+        self.changes = 0
         try:
             self._open()
         except CatalogDamaged as error:
@@ -189,12 +179,9 @@ class Tables(ProcessBound):
             self._create()
         elif not names >= {"nodes", "parts"} and not names >= {"versions", "commits"}:
             raise CatalogError(f"the catalog's database {self._path} has the tables of another program")
-        elif schema_version == _SCHEMA_VERSION - 1 and "numbers" not in names:
-            self._check_structure()
-            self._create(upgraded=True)
-        elif schema_version not in (_SCHEMA_VERSION - 1, _SCHEMA_VERSION):
+        elif schema_version != _SCHEMA_VERSION:
             raise CatalogError(f"the catalog's database {self._path} was written by another version of this library")
-        elif schema != _expected_schema() or schema_version != _SCHEMA_VERSION:
+        elif schema != _expected_schema():
             raise self._damaged("it has other tables")
         else:
             self._check_structure()
@@ -203,20 +190,13 @@ class Tables(ProcessBound):
         #: The id of these tables and of copies of the file. Other databases have other ids.
         self.id: int = self._connection.execute("PRAGMA application_id").fetchone()[0]
 
-    def _create(self, upgraded: bool = False) -> None:
-        """Create the tables in one transaction. With `upgraded`, keep the rows of the previous schema."""
+    def _create(self) -> None:
+        """Create the tables in one transaction."""
         run = self._connection.execute
         run("BEGIN IMMEDIATE")
         try:
-            queries = _UPGRADES if upgraded else {}
-            rows = {table: run(query).fetchall() for table, query in queries.items()}
-            for table in reversed(rows):
-                run(f"DROP TABLE IF EXISTS {table}")
             for statement in _statements(_SCHEMA):
                 run(statement)
-            for table, content in rows.items():
-                for row in content:
-                    run(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", tuple(row))
             run(f"PRAGMA user_version = {_SCHEMA_VERSION}")
             run(f"PRAGMA application_id = {1 + secrets.randbelow((1 << 31) - 1)}")
             run("COMMIT")
@@ -269,12 +249,6 @@ class Tables(ProcessBound):
             hint = "; is another catalog using it?" if at_start else ""
             raise CatalogError(f"the catalog's database {self._path}: {error}{hint}") from None
 
-    @property
-    def changes(self) -> int:
-        """The number of changes since these tables were opened, with those of a transaction that is not committed."""
-        with self._errors():
-            return self._connection.total_changes
-
     def run(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
         """Run one statement, and return its cursor."""
         return self._connection.execute(sql, values)
@@ -307,6 +281,7 @@ class Tables(ProcessBound):
             number = self._connection.total_changes & 0xFFFF_FFFF  # SQLite's number wraps around
             if number != self.counter.number:
                 self.counter.number = 0  # The 0 remains if Ctrl-C or an error comes before the last line.
+            self.changes = number
             self._connection.execute("COMMIT")
             self.counter.number = number
 

@@ -203,7 +203,7 @@ class UpstreamCatalog(Catalog):
         # If the reply cannot be applied, everything is reported again: the upstream repeats the deletion only of parts
         # that it lists itself.
         self._digest, self._reported_changes = digest, None
-        self._backend.confirm(reply.get("wanted", {}), reply.get("numbers", {}))
+        self._backend.confirm(reply.get("wanted", {}))
         if reply["unwanted"]:
             try:
                 self.holdings.delete_parts(reply["unwanted"])

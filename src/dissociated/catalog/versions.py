@@ -6,7 +6,6 @@ import json
 import logging
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
@@ -39,8 +38,7 @@ class Origin(IntEnum):
     """The way by which a catalog learned of a version. See `Versions.learn` for the precedence."""
 
     COMMITTED = 0  # This catalog published it.
-    FOUND = 1  # It was in the store of a node, with a number from an earlier catalog.
-    FOUND_WITHOUT_NUMBER = 2  # It was in the store of a node, written by an older library.
+    FOUND = 1  # It was in the store of a node, with its number.
 
 
 class Versions:
@@ -194,25 +192,20 @@ class Versions:
         restored from a backup.
         """
         current = self._tables.all("SELECT origin FROM versions WHERE name = ? AND replaced IS NULL", version.name)
-        origin = Origin.FOUND if version.number else Origin.FOUND_WITHOUT_NUMBER
         committed_here = bool(current) and current[0]["origin"] == Origin.COMMITTED
-        if version.number:
-            sql = "SELECT 1 FROM numbers WHERE name = ? AND published >= ?"
-            foreign = committed_here and version.catalog != self._tables.id
-            hidden = foreign or bool(self._tables.all(sql, version.name, version.number))
-        else:
-            hidden = bool(current) and current[0]["origin"] < origin
-        if hidden:
+        sql = "SELECT 1 FROM numbers WHERE name = ? AND published >= ?"
+        foreign = committed_here and version.catalog != self._tables.id
+        if not version.number or foreign or self._tables.all(sql, version.name, version.number):
             _log.warning(
-                "a version in a store is not shown, since later ones are known: dataset=%r version=%d node=%s part=%s",
+                "a version in a store is not shown, since it has no number, or later ones are known: "
+                "dataset=%r version=%d node=%s part=%s",
                 version.name,
                 version.number,
                 version.part.node,
                 version.id,
             )
             return
-        number = version.number or self.next_number(version.name)
-        self.publish(replace(version, number=number), origin=origin)
+        self.publish(version, origin=Origin.FOUND)
 
     def publish(self, version: Version, append: bool = False, origin: Origin = Origin.COMMITTED) -> int:
         """Publish a version, which has a number.

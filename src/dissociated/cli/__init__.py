@@ -39,19 +39,6 @@ COMMANDS = {
     "spark-jar": ("integrations", "print the path of the jar for Spark"),
 }
 
-#: Phrases in the library's error messages about parameters of Python, and their replacements for the command line.
-#: `_rephrase` replaces the names of options without this table.
-PHRASES = {
-    "publish a reader, pyarrow.ipc.open_stream(path)": r"add the marker: printf '\377\377\377\377\0\0\0\0' >> FILE",
-    "client.list() or dissociated ls": "dissociated ls",
-    "client.versions(name) or dissociated versions": "dissociated versions",
-    "publish each stream by itself": "publish each stream by itself (dissociated put FILE NAME --append)",
-    "write a value of that type, or read all rows and filter them in your program": "write a value of that type",
-    "give a directory with the policy spill": "give --spill DIR with the policy spill",
-    "connect(uri, token=...)": "--token-file FILE, or DISSOCIATED_TOKEN",
-    "(tls_roots names the certificates to trust)": "(--tls-roots FILE names the certificates to trust)",
-}
-
 
 class _Help(argparse.HelpFormatter):
     """A help formatter that fills the paragraphs of a description, except indented ones, and cuts no word.
@@ -167,14 +154,4 @@ def _run(parsed: argparse.Namespace) -> None:
     except BrokenPipeError:
         raise
     except (DissociatedError, OSError, pa.ArrowException) as error:
-        raise _CommandError(_rephrase(str(error), parsed)) from error
-
-
-def _rephrase(message: str, parsed: argparse.Namespace) -> str:
-    """Return a message in which the names of parameters are replaced by the command's options that set them."""
-    for phrase, replacement in PHRASES.items():
-        message = message.replace(phrase, replacement)
-    for name in vars(parsed):
-        if "_" in name:
-            message = re.sub(rf"(?<![\w-]){name}(?!\w)", f"--{name.replace('_', '-')}", message)
-    return message
+        raise _CommandError(str(error)) from error

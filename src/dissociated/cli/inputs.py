@@ -67,7 +67,7 @@ def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
         try:
             return make_dataset("-", Path(path))
         except SourceError as error:
-            raise SourceError(str(error).replace(path, "the standard input")) from None
+            raise SourceError(f"the standard input cannot be published: {error}") from None
     if not stdin.peek(1):
         raise SourceError("the standard input is empty")
     try:

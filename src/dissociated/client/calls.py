@@ -228,7 +228,8 @@ class CatalogClient:
     def stage(self) -> StagePlace:
         """Return the place for a writer's segments, on this host if there is a node."""
         self.sql_database.kept_versions.close()  # the node may need their memory for the segments
-        return StagePlace.parse(self.do_action("stage", caller_identity()))
+        place = StagePlace.parse(self.do_action("stage", caller_identity()))
+        return place if place.flight else replace(place, flight=self.uri)
 
     def reserve(self, segment: str, size: int, wish: int) -> int:
         """Reserve room for a segment, as `Store.reserve` does. Writers in a limited stage call it before they write."""

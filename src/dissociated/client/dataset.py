@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -547,12 +547,14 @@ class DatasetHandle(_Rows):
     def _repr_html_(self) -> str:
         return self.info._repr_html_()
 
-    def read_part(self, number: int, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
-        """Open a reader over one endpoint; `request` derives the request from the client's defaults.
+    @property
+    def defaults(self) -> ReadRequest:
+        """The request for all columns and rows, with the client's options. Loaders of this library derive theirs."""
+        return self._client.defaults
 
-        Loaders of this library call this. Users call `Client.read_endpoint`.
-        """
-        return self._reader.read_part(number, request(self._client.defaults))
+    def read_part(self, number: int, request: ReadRequest) -> pa.RecordBatchReader:
+        """Open a reader over one endpoint. Loaders of this library call this. Users call `Client.read_endpoint`."""
+        return self._reader.read_part(number, request)
 
     def map_part(self, number: int, keep_files: bool) -> MappedReader | None:
         """Return a reader over a whole endpoint if it lies in shared memory and can be read without a copy; else None.
@@ -561,7 +563,7 @@ class DatasetHandle(_Rows):
         """
         if not self._reader.is_mapped(number):
             return None
-        reader = self.read_part(number, lambda defaults: replace(defaults, keep_files=keep_files))
+        reader = self.read_part(number, replace(self.defaults, keep_files=keep_files))
         if isinstance(reader, MappedReader) and reader.is_mapped:
             return reader
         reader.close()

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import pyarrow as pa
@@ -18,20 +18,36 @@ from dissociated.base.display import utc
 from dissociated.base.exit import StreamThread
 from dissociated.client.connection import is_unresponsive
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
-from dissociated.client.plan import Capabilities, EmbeddedRows, PartPlan, ReadPlan, Route, plan, plan_part
+from dissociated.client.plan import (
+    Capabilities,
+    EmbeddedRows,
+    PartPlan,
+    ReadPlan,
+    Route,
+    parts_to_read,
+    plan,
+    plan_part,
+)
 from dissociated.client.readahead import ReadaheadReader
 from dissociated.client.request import ReadRequest
-from dissociated.client.routes import device_routes, reachable_routes
 from dissociated.client.stream import TensorReader
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.control.locations import Endpoint, flight_uris, locations
-from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
+from dissociated.control.locations import Endpoint, describe_away, flight_uris, locations
+from dissociated.errors import (
+    CatalogError,
+    DatasetNotFound,
+    NodeUnreachable,
+    RemoteError,
+    TransportError,
+    WrongKind,
+)
 from dissociated.memory.device.base import Device
-from dissociated.uri import Uri
+from dissociated.transport import registry
+from dissociated.uri import DEVICE, Uri
 
 T = TypeVar("T")
 
@@ -44,6 +60,8 @@ C = TypeVar("C", bound=_Closeable)
 
 #: Looks a dataset up. It may be called several times.
 Describe: TypeAlias = Callable[[], DatasetInfo]
+#: Opens a dataset as it is described.
+Open: TypeAlias = Callable[[DatasetInfo, ReadRequest], T]
 
 _CLIENT_PARAMETERS = ("roots", "allow", "files")  # parameters of locations that only the connecting side may set
 _MAX_PLANS = 16  # plans that are kept
@@ -69,69 +87,86 @@ class EndpointReader:
 
         If `describe` returns the same object again, and it has one part, the plan is not made again.
         """
+        return self._read(describe, request, self._open_rows)
 
-        def open_parts(info: DatasetInfo) -> pa.RecordBatchReader:
-            # Expressions cannot be compared, and the caller can change a list of columns.
-            is_kept = traced.columns is None and not traced.selects_rows
-            for known_info, known_request, part in [*self._plans] if is_kept else ():
-                if known_info is info and known_request == traced:
-                    return self._open_counted(part)
-            planned = plan(traced, info, lambda endpoint: self._all_routes(info, endpoint, traced))
-            if is_kept and len(planned.parts) == 1:
-                self._plans.appendleft((info, traced, planned.parts[0]))
-            return self._chain(info, planned, _open_all(planned, self._open_counted))
+    def read_at(self, info: DatasetInfo, request: ReadRequest) -> pa.RecordBatchReader:
+        """Read as `read` does, at the endpoints of `info` alone."""
+        with _traced(request) as traced, _opening(info, info.endpoints):
+            return self._open_rows(info, traced)
 
-        with _traced(request) as traced:
-            return _retry_if_replaced(describe, open_parts)
-
-    def open_all(self, describe: Describe, request: ReadRequest) -> Sequence[pa.RecordBatchReader]:
-        """Open all endpoints, each with a reader of its own. `describe` looks the dataset up."""
-
-        def open_parts(info: DatasetInfo) -> list[pa.RecordBatchReader]:
-            return [self._open_endpoint(info, endpoint, traced) for endpoint in info.endpoints]
-
-        with _traced(request) as traced:
-            return _retry_if_replaced(describe, open_parts)
+    def read_parts(
+        self, describe: Describe, request: ReadRequest, known_info: DatasetInfo | None = None
+    ) -> Sequence[pa.RecordBatchReader]:
+        """Open all endpoints, each with a reader of its own. If there is a `known_info`, the look-up is left out."""
+        return self._read(describe, request, self._open_parts, known_info)
 
     def read_on_device(self, describe: Describe, request: ReadRequest) -> DeviceReader:
         """Read a dataset onto the device of `request`: in place if it lies there, else received or copied there.
 
         Rows are selected before they are copied.
         """
-        device = request.device
-        assert device is not None, "the caller has chosen a device"
-
-        def open_parts(info: DatasetInfo) -> list[DeviceReader]:
-            planned = plan(traced, info, lambda endpoint: self.routes(info, endpoint, traced, device))
-            return _open_all(planned, lambda part: open_part_on_device(part, device, self._open_flight))
-
-        if not request.selects_rows and request.rows is None:
-            with _traced(request) as traced:
-                readers = _retry_if_replaced(describe, open_parts)
-            if readers:
-                return chain_on_device(device, readers)
-        return to_device(self.read(describe, request), device)
+        return self._read(describe, request, self._open_on_device)
 
     def read_tensors(self, describe: Describe, request: ReadRequest) -> Iterator[Tensor]:
         """Read the tensors of a dataset."""
-
-        def open_parts(info: DatasetInfo) -> list[TensorReader]:
-            planned = plan(traced, info, lambda endpoint: self.routes(info, endpoint, traced))
-            if any(step.route.is_flight for part in planned.parts for step in part.steps):
-                raise WrongKind(f"{info.name!r} can be read by Flight alone, which has no messages for tensors")
-            return _open_all(planned, open_part_tensors)
-
-        with _traced(request) as traced:
-            return chain.from_iterable(_retry_if_replaced(describe, open_parts))
+        return chain.from_iterable(self._read(describe, request, self._open_tensors))
 
     def open(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         """Read the part of one endpoint that `request` selects. Errors are those of `Client.read_endpoint`."""
-        with _traced(request) as traced, _explained(info.name, [endpoint]):
-            _annotate(info)
-            return self._open_endpoint(info, endpoint, traced)
+        with _traced(request) as traced, _opening(info, [endpoint]):
+            return self._open_part(info, endpoint, traced)
 
-    def _open_endpoint(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
+    def _read(
+        self, describe: Describe, request: ReadRequest, open_info: Open[T], known_info: DatasetInfo | None = None
+    ) -> T:
+        """Look the dataset up and open it. If it is replaced between the two, do both again."""
+        with _traced(request) as traced:
+            info = known_info or describe()
+            for attempt in count(1):
+                try:
+                    with _opening(info, info.endpoints):
+                        return open_info(info, traced)
+                except (RemoteError, DatasetNotFound):  # raised by a transport, or by Flight
+                    current = describe()
+                    if current.endpoints == info.endpoints or attempt > _MAX_RETRIES:
+                        raise
+                    info = current  # it was replaced after the look-up
+            raise AssertionError("the last attempt returns or raises")
+
+    def _open_rows(self, info: DatasetInfo, request: ReadRequest) -> pa.RecordBatchReader:
+        # Expressions cannot be compared, and the caller can change a list of columns.
+        is_kept = request.columns is None and not request.selects_rows
+        for known_info, known_request, part in [*self._plans] if is_kept else ():
+            if known_info is info and known_request == request:
+                return self._open_counted(part)
+        parts = parts_to_read(request, info)
+        planned = plan(request, info, parts, [self._all_routes(info, endpoint, request) for endpoint, _ in parts])
+        if is_kept and len(planned.parts) == 1:
+            self._plans.appendleft((info, request, planned.parts[0]))
+        return self._chain(info, planned, _open_all(planned, self._open_counted))
+
+    def _open_parts(self, info: DatasetInfo, request: ReadRequest) -> list[pa.RecordBatchReader]:
+        return [self._open_part(info, endpoint, request) for endpoint in info.endpoints]
+
+    def _open_part(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         return self._open(plan_part(request, info.schema, endpoint, self._all_routes(info, endpoint, request)))
+
+    def _open_on_device(self, info: DatasetInfo, request: ReadRequest) -> DeviceReader:
+        device = request.device
+        assert device is not None, "the caller has chosen a device"
+        if request.selects_rows or request.rows is not None:
+            return to_device(self._open_rows(info, request), device)
+        parts = parts_to_read(request, info)
+        planned = plan(request, info, parts, [self.routes(info, endpoint, request, device) for endpoint, _ in parts])
+        readers = _open_all(planned, partial(open_part_on_device, device=device, open_flight=self._open_flight))
+        return chain_on_device(device, readers) if readers else to_device(self._chain(info, planned, []), device)
+
+    def _open_tensors(self, info: DatasetInfo, request: ReadRequest) -> list[TensorReader]:
+        parts = parts_to_read(request, info)
+        planned = plan(request, info, parts, [self.routes(info, endpoint, request) for endpoint, _ in parts])
+        if any(step.route.is_flight for part in planned.parts for step in part.steps):
+            raise WrongKind(f"{info.name!r} can be read by Flight alone, which has no messages for tensors")
+        return _open_all(planned, open_part_tensors)
 
     def routes(
         self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest, device: Device | None = None
@@ -142,9 +177,9 @@ class EndpointReader:
             CatalogError: No route leads there.
         """
         scheme = request.transport
-        uris = [] if device is None else [[uri] for uri in device_routes(endpoint, scheme, device.identity)]
+        uris = [] if device is None else [[uri] for uri in _device_routes(endpoint, scheme, device.identity)]
         if scheme != "grpc":
-            uris += reachable_routes(info.name, endpoint, scheme, request.allow_rma)
+            uris += _reachable_routes(info.name, endpoint, scheme, request.allow_rma)
         trusted = [
             Route.of([self._with_trust(uri) for uri in route], any(map(is_unresponsive, route))) for route in uris
         ]
@@ -199,6 +234,66 @@ class EndpointReader:
         return replace(uri, parameters={**parameters, **self._trust.get(uri.scheme, {})})
 
 
+def _reachable_routes(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:
+    """Return the routes by which this process can reach an endpoint, nearest first.
+
+    Args:
+        name: The name of the dataset, for messages.
+        endpoint: The endpoint.
+        scheme: The scheme that the routes must have; None for any.
+        allow_rma: Whether to include routes by remote memory access.
+
+    Returns:
+        The routes. They are empty if only Flight reaches the endpoint.
+
+    Raises:
+        NodeUnreachable: Its node does not respond.
+        CatalogError: No route and no Flight server reaches it.
+    """
+    if endpoint.is_away:
+        raise NodeUnreachable(describe_away(name, endpoint.hosts, endpoint.seen))
+    routes = [
+        uris
+        for uris in locations(endpoint)
+        if (scheme is None or uris[0].scheme == scheme)
+        and (allow_rma or uris[-1].remote_handle is None)
+        and DEVICE not in uris[-1].parameters
+        and all(registry.transport(uri.scheme).reachable(uri) for uri in uris)
+    ]
+    by_flight = flight_uris(endpoint)
+    if not routes and (scheme is not None or not by_flight):
+        offered = ", ".join(sorted({*endpoint.schemes, *(["grpc"] if by_flight else [])}))
+        raise CatalogError(
+            f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
+        )
+    # The sort is stable, so routes of equal preference keep the order of the server.
+    return sorted(routes, key=_preference, reverse=True)
+
+
+def _preference(uris: Sequence[Uri]) -> tuple[int, bool, bool]:
+    """Return the rank of a route: the nearest medium first, then encryption, then remote memory access."""
+    medium = registry.transport(uris[-1].scheme)
+    return medium.locality, medium.encrypted, uris[-1].remote_handle is not None
+
+
+def _device_routes(endpoint: Endpoint, scheme: str | None, identity: str) -> list[Uri]:
+    """Return the URIs at which the device addresses of an endpoint can be requested.
+
+    Args:
+        endpoint: The endpoint.
+        scheme: The scheme that the URIs must have; None for any.
+        identity: The identity of the device that must hold the data.
+    """
+    return [
+        uri
+        for route in locations(endpoint)
+        for uri in route
+        if uri.parameters.get(DEVICE) == identity
+        and scheme in (None, uri.scheme)
+        and registry.transport(uri.scheme).reachable(uri)
+    ]
+
+
 def _traced(request: ReadRequest) -> AbstractContextManager[ReadRequest]:
     """Trace the opening of streams, if this process traces. The block gets its request, with the span's context."""
     return _spanned(request) if tracing.is_active() else nullcontext(request)
@@ -211,16 +306,13 @@ def _spanned(request: ReadRequest) -> Iterator[ReadRequest]:
         yield request if span is None else replace(request, traceparent=span.traceparent)
 
 
-def _annotate(info: DatasetInfo) -> None:
-    tracing.annotate(dataset=info.name, version=info.version or None)
-
-
 @contextmanager
-def _explained(name: str, endpoints: Sequence[Endpoint]) -> Iterator[None]:
-    """Add to the error of a medium which dataset could not be read, and when its nodes were last heard.
+def _opening(info: DatasetInfo, endpoints: Sequence[Endpoint]) -> Iterator[None]:
+    """Name the dataset that is opened in the trace, and in the error of a medium, with the time of its last heartbeat.
 
     A node that was killed has no locations only after the catalog has missed its heartbeats.
     """
+    tracing.annotate(dataset=info.name, version=info.version or None)
     try:
         yield
     except TransportError as error:
@@ -229,27 +321,11 @@ def _explained(name: str, endpoints: Sequence[Endpoint]) -> Iterator[None]:
             raise
         hosts = ", ".join(dict.fromkeys(host for endpoint in endpoints for host in endpoint.hosts))
         explained = TransportError(
-            f"{error}. {name!r} is on {hosts}, whose node was last heard {utc(last_seen)}: "
+            f"{error}. {info.name!r} is on {hosts}, whose node was last heard {utc(last_seen)}: "
             "if it has ended, start it again"
         )
         explained.reference, explained.peer_reason = error.reference, error.peer_reason
         raise explained from None
-
-
-def _retry_if_replaced(describe: Describe, open_parts: Callable[[DatasetInfo], T]) -> T:
-    """Look the dataset up and open its parts. Retry if the dataset is replaced meanwhile."""
-    info = describe()
-    for _ in range(_MAX_RETRIES):
-        _annotate(info)
-        try:
-            with _explained(info.name, info.endpoints):
-                return open_parts(info)
-        except (RemoteError, DatasetNotFound):  # raised by a transport, or by Flight
-            current = describe()
-            if current.endpoints == info.endpoints:
-                raise
-            info = current  # it was replaced after the look-up
-    return open_parts(info)
 
 
 def _open_all(planned: ReadPlan, open_one: Callable[[PartPlan], C]) -> list[C]:

@@ -142,7 +142,7 @@ class CatalogConnection(ProcessBound):
             if _is_untrusted(error):
                 raise AccessDenied(
                     f"the certificate of the catalog at {self.uri} is not trusted, or is for another host "
-                    "(tls_roots names the certificates to trust)"
+                    "(tls_roots, or --tls-roots FILE, names the certificates to trust)"
                 ) from None
             last = "" if self._answered is None else f" It last answered at {utc(self._answered)}."
             raise CatalogUnreachable(
@@ -156,7 +156,10 @@ class CatalogConnection(ProcessBound):
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self.timeout:g} s") from None
         except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError) as error:
             if "middleware" not in self._parameters and isinstance(error, flight.FlightUnauthenticatedError):
-                raise AccessDenied(f"the catalog at {self.uri} requires a token: connect(uri, token=...)") from None
+                raise AccessDenied(
+                    f"the catalog at {self.uri} requires a token: connect(uri, token=...), "
+                    "--token-file FILE, or DISSOCIATED_TOKEN"
+                ) from None
             raise AccessDenied(_server_message(error)) from None
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_server_message(error)) from None

@@ -64,8 +64,8 @@ class ClientLeases(ProcessBound):
         Raises:
             TransportError: There is no thread to free them. None of them may be passed on then.
         """
-        if count and self._thread is None:
-            self._start()
+        if count:
+            self.start()
         self._expected += count
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
@@ -111,7 +111,7 @@ class ClientLeases(ProcessBound):
         elif self._connection.address_space.close_devices():
             self._release(freed=True)
         else:
-            self._start()
+            self.start()
 
     def stop(self) -> None:
         """Make the thread end after it has freed the queued addresses: the process ends, and its connection with it."""
@@ -120,11 +120,17 @@ class ClientLeases(ProcessBound):
             self._connection.interrupt()
         self._returns.wake()
 
-    def _start(self) -> None:
-        thread = StreamThread(self, self._run, (), "give back")
-        with interrupts_held():  # else a thread might be started and not recorded, or recorded and not started
-            thread.start()
-            self._thread = thread
+    def start(self) -> None:
+        """Start the thread, unless it runs. Otherwise, the first leases start it.
+
+        Raises:
+            TransportError: The system has no more threads.
+        """
+        if self._thread is None:
+            thread = StreamThread(self, self._run, (), "give back")
+            with interrupts_held():  # else a thread might be started and not recorded, or recorded and not started
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         returned = 0

@@ -93,7 +93,9 @@ class Partition:
             ReadOnce: The dataset is a stream that can be read only once, so a repeated task would miss rows.
             DissociatedError: Further errors of `Client.read`.
         """
-        with closing(self.dataset.read_part(self.number, self._request(columns, filter))) as reader:
+        chosen = replace(self.dataset.defaults, columns=columns, filter=filter)
+        request = narrow(chosen, self.dataset.info.endpoints[self.number], self.slice, self.whole)
+        with closing(self.dataset.read_part(self.number, request)) as reader:
             for batch in reader:
                 yield batch.select(positions(batch.schema, columns))
 
@@ -101,13 +103,6 @@ class Partition:
         """Return the rows as a table. Arguments and errors are those of `read`."""
         schema = selected_schema(self.dataset.schema, columns)
         return pa.Table.from_batches(self.read(columns, filter), schema)
-
-    def _request(self, columns: Sequence[str] | None, filter: Any) -> Any:
-        def request(defaults: ReadRequest) -> ReadRequest:
-            chosen = replace(defaults, columns=columns, filter=filter)
-            return narrow(chosen, self.dataset.info.endpoints[self.number], self.slice, self.whole)
-
-        return request
 
 
 def partitions(
@@ -144,7 +139,7 @@ def partitions(
     row_bytes = None if info.nbytes is None or not info.rows else info.nbytes / info.rows
     planned = []
     for number, endpoint in enumerate(info.endpoints):
-        counting = partial(dataset.read_part, number, ReadRequest.without_columns)
+        counting = partial(dataset.read_part, number, dataset.defaults.without_columns())
         # Between whole batches, so that no batch is sent twice.
         for cut, whole in cut_endpoint(info, endpoint, count, counting, whole=True):
             rows = endpoint.rows if cut is None else cut.rows

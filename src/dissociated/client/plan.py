@@ -302,31 +302,45 @@ class ReadPlan:
     limit: int | None
 
 
-def plan(request: ReadRequest, info: DatasetInfo, routes_to: Callable[[Endpoint], Sequence[Route]]) -> ReadPlan:
+def plan(
+    request: ReadRequest,
+    info: DatasetInfo,
+    parts: Sequence[tuple[Endpoint, ReadRequest]],
+    routes: Sequence[Sequence[Route]],
+) -> ReadPlan:
     """Plan the reading of a dataset.
 
     Args:
         request: The request.
         info: The dataset.
-        routes_to: Returns the routes to a part, nearest first. It is called only for parts that are to be read.
+        parts: The `parts_to_read`.
+        routes: The routes to each of these parts, nearest first.
 
     Raises:
-        CatalogError: Rows are requested, and the catalog does not know which parts have them; or `routes_to` raises it.
         OptionError: The filter does not fit the columns.
         ColumnNotFound: A column of the filter does not exist.
     """
     bound_filter = _bind(request, info.schema)
-    parts = tuple(
+    planned = tuple(
         _plan_part(
             replace(part_request, reads_others_first=True) if number else part_request,
             bound_filter,
             endpoint,
-            routes_to(endpoint),
+            routes_to_part,
         )
-        for number, (endpoint, part_request) in enumerate(_parts_with_rows(info, request))
+        for number, ((endpoint, part_request), routes_to_part) in enumerate(zip(parts, routes, strict=True))
     )
-    _check_columns(request, info.schema, parts)
-    return ReadPlan(None if parts else _result_schema(request, info.schema), parts, request.limit)
+    _check_columns(request, info.schema, planned)
+    return ReadPlan(None if planned else _result_schema(request, info.schema), planned, request.limit)
+
+
+def parts_to_read(request: ReadRequest, info: DatasetInfo) -> list[tuple[Endpoint, ReadRequest]]:
+    """Return the parts that have some of the rows, each with its request, whose `rows` are counted within the part.
+
+    Raises:
+        CatalogError: Rows are requested, and the catalog does not know which parts have them.
+    """
+    return [*_parts_with_rows(request, info)]
 
 
 def plan_part(request: ReadRequest, schema: pa.Schema | None, endpoint: Endpoint, routes: Sequence[Route]) -> PartPlan:
@@ -527,8 +541,7 @@ def _result_schema(request: ReadRequest, schema: pa.Schema) -> pa.Schema:
     return select_fields(schema, columns.indices(schema.names))
 
 
-def _parts_with_rows(info: DatasetInfo, request: ReadRequest) -> Iterator[tuple[Endpoint, ReadRequest]]:
-    """Yield the parts that have some of the rows, each with its request, whose `rows` are counted within the part."""
+def _parts_with_rows(request: ReadRequest, info: DatasetInfo) -> Iterator[tuple[Endpoint, ReadRequest]]:
     # Without a filter, a limit is a range of rows, which shows the parts that are not needed.
     if request.filter is None and request.limit is not None and all(part.rows is not None for part in info.endpoints):
         first = 0 if request.rows is None else request.rows.start

@@ -15,7 +15,7 @@ from dissociated.client.bodies import Bodies
 from dissociated.client.device import is_movable
 from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
-from dissociated.errors import ConnectionClosed, DeviceError, DissociatedError, RemoteProtocolError
+from dissociated.errors import ConnectionClosed, DeviceError, DissociatedError, RemoteProtocolError, TransportError
 from dissociated.format.message import is_compressed
 from dissociated.memory.device.base import Device
 from dissociated.protocol.close_reason import close_reason
@@ -61,6 +61,10 @@ class ClientSession(ProcessBound):
         self._received = time.monotonic()  # when a message last arrived
         self.bind_to_process()
         stop_at_exit(self)
+        if connections[-1].shares_memory:
+            # While the server prepares its answer, which may have leases. If there are, they start the thread again.
+            with suppress(TransportError):
+                self._leases.start()
 
     def stop(self) -> None:
         """Make a receiving thread return. Called at the exit of the interpreter."""

@@ -113,7 +113,7 @@ class VersionReader(ProcessBound):
         info = self._latest[0]
         try:
             confirmation = _Confirmation(self)
-            reader = self.client.endpoints.read(lambda: info, request)
+            reader = self.client.endpoints.read_at(info, request)
         except (AccessDenied, CatalogError, RemoteError, TransportError):
             return None
         try:
@@ -177,18 +177,15 @@ class VersionReader(ProcessBound):
         if self._mapped is None and not few:
             with self._lock:
                 if self._mapped is None and self._attempts < _MAX_ATTEMPTS and self._is_mappable():
-                    self._mapped = self._map([self.info] if described_now else [])
+                    self._mapped = self._map(self.info if described_now else None)
                     self._attempts += 1
         return self._mapped
 
-    def _map(self, descriptions: list[DatasetInfo]) -> MappedVersion | None:
-        """Map the version where `descriptions` say that it lies, and then where the catalog says."""
+    def _map(self, known_info: DatasetInfo | None) -> MappedVersion | None:
+        """Map the version where `known_info` says that it lies, and then where the catalog says."""
         from dissociated.client.mapped import MappedVersion  # on first use: pyarrow.dataset is slow to import
 
-        def describe() -> DatasetInfo:
-            return descriptions.pop() if descriptions else self.describe()
-
-        readers = self.client.endpoints.open_all(describe, self._at(self.client.defaults))
+        readers = self.client.endpoints.read_parts(self.describe, self._at(self.client.defaults), known_info)
         in_place = all(isinstance(reader, MappedReader) and reader.is_mapped for reader in readers)
         mapped = MappedVersion.read(readers, self.computes_statistics)
         if mapped is None and in_place:  # it has too many batches, and will always have

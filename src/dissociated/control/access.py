@@ -79,7 +79,7 @@ class Signer:
 
     def __init__(self, secret: bytes, lifetime: float) -> None:
         if not lifetime > 0:
-            raise OptionError(f"ticket_lifetime is {lifetime!r}; it must be a positive number of seconds")
+            raise OptionError(f"the lifetime of tickets is {lifetime!r}; it must be a positive number of seconds")
         _check_secret(secret)
         self._secret = secret
         self._lifetime = max(_EXPIRY_STEPS, round(min(lifetime, 1e9) * 1000))  # milliseconds
@@ -135,7 +135,9 @@ class Unsigned:
             OptionError: The grant is for some columns only, or too long for a request.
         """
         if grant.columns is not None:
-            raise OptionError("tickets for some columns must be signed: give the server a ticket_lifetime")
+            raise OptionError(
+                "tickets for some columns must be signed: give the server a ticket_lifetime (--ticket-lifetime)"
+            )
         _check_length(len(grant.identifier))
         return Ticket(grant.identifier, None)
 
@@ -189,11 +191,11 @@ def security(
         OptionError: The options contradict each other, or are invalid.
     """
     if secret is not None and ticket_lifetime is None and not peers:
-        raise OptionError("a secret signs tickets only if they expire: give ticket_lifetime, too")
+        raise OptionError("a secret signs tickets only if they expire: give ticket_lifetime (--ticket-lifetime), too")
     if secret is not None:
         _check_secret(secret)
     if (tls_cert is None) != (tls_key is None):
-        raise OptionError("TLS needs a certificate and its key: give both tls_cert and tls_key")
+        raise OptionError("TLS needs a certificate and its key: give both tls_cert and tls_key (--tls-cert, --tls-key)")
     return Security(
         Unsigned() if ticket_lifetime is None else Signer(secret or secrets.token_bytes(32), ticket_lifetime),
         None if authorize is None else authorizer(authorize),

@@ -91,7 +91,7 @@ class Version:
     Attributes:
         name: The name of the dataset.
         key: The key of the commit; empty if unknown.
-        schema: The schema, serialized; empty if an older library wrote the version, or if it cannot be read at present.
+        schema: The schema, serialized.
         created: The time of the commit, in seconds since the epoch.
         parts: The parts, in order.
         tags: The tags.
@@ -99,7 +99,7 @@ class Version:
         before: The keys of the earlier commits to which this one appended, oldest first. A catalog keeps only the first
             key, which is the `lineage_id`.
         number: The number of the version, which the catalog assigned, counted from 1 for each dataset. No number is
-            used twice. It is 0 if an older library wrote the version.
+            used twice. It is 0 until a catalog has assigned it.
         catalog: The id of that catalog's database.
         prepared: True until the version is known to be published.
         whole: Whether the part in a store is the whole dataset. If False, a catalog publishes it with the parts of
@@ -146,9 +146,9 @@ class Version:
         values = {**plain}
         return cls(
             parts=(Part.parse(values.pop("part")),),
-            schema=base64.b64decode(values.pop("schema", ""), validate=True),
-            before=tuple(values.pop("before", ())),
-            number=values.pop("version", 0),
+            schema=base64.b64decode(values.pop("schema"), validate=True),
+            before=tuple(values.pop("before")),
+            number=values.pop("version"),
             segments_digest=values.pop("staged", ""),
             **values,
         )

@@ -32,8 +32,8 @@ _KIND_BY_MAGIC = {
 }
 
 
-class FileDataset(SegmentsDataset):
-    """The Arrow IPC stream or file at a path.
+def file_dataset(name: str, path: Path) -> SegmentsDataset:
+    """Make a dataset of the Arrow IPC stream or file at a path, which is served in place.
 
     Raises:
         StoreError: The path holds no IPC stream or file, or cannot be read.
@@ -42,19 +42,19 @@ class FileDataset(SegmentsDataset):
             a stream, since no reader would read it, and if several files follow one another, since the footer of the
             last would be taken for that of the first.
     """
-
-    def __init__(self, name: str, path: Path) -> None:
-        state = file_state(path.stat())  # taken before reading, so that later changes are noticed
-        segment = Segment.open(path)
-        if not segment.index.is_ended:
-            raise SourceError(
-                f"{str(path)!r} has no end-of-stream marker, so it may be incomplete: write the file anew; if it "
-                "is complete, publish a reader, pyarrow.ipc.open_stream(path)"
-            )
-        check_alone(str(path), segment.index)
-        segment.modification_check = partial(_check_unchanged, path, segment.descriptor, state)
-        super().__init__(name, [segment])
-        self.check_unchanged()  # after everything was read that is kept
+    state = file_state(path.stat())  # taken before reading, so that later changes are noticed
+    segment = Segment.open(path)
+    if not segment.index.is_ended:
+        raise SourceError(
+            f"{str(path)!r} has no end-of-stream marker, so it may be incomplete: write the file anew; if it "
+            r"is complete, add the marker (printf '\377\377\377\377\0\0\0\0' >> FILE), or publish a reader, "
+            "pyarrow.ipc.open_stream(path)"
+        )
+    check_alone(str(path), segment.index)
+    segment.modification_check = partial(_check_unchanged, path, segment.descriptor, state)
+    dataset = SegmentsDataset(name, [segment])
+    dataset.check_unchanged()  # after everything was read that is kept
+    return dataset
 
 
 #: The device, inode, size in bytes, and modification time in nanoseconds of a file.
@@ -92,7 +92,7 @@ def check_rest(where: str, trailing_bytes: Buffer) -> None:
     if len(trailing_bytes) and not is_statistics(trailing_bytes):
         raise SourceError(
             f"{where!r} has data after its end-of-stream marker, where Arrow readers stop: publish each stream by "
-            "itself"
+            "itself (with --append, dissociated put adds one to another)"
         )
 
 

@@ -14,7 +14,7 @@ from dissociated.codec.split import LargeBatch, SplitMessage, Splitter, split_sm
 from dissociated.datasets.consumer import Consumer, Encodings
 from dissociated.datasets.fanout import Fanout
 from dissociated.datasets.source_errors import source_errors
-from dissociated.errors import DissociatedError, TransportError, log_level, log_message
+from dissociated.errors import DissociatedError, TransportError, log_level, log_message, peer_message
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Pump:
                         break
                     requested = time.monotonic()
         except DissociatedError as error:
-            reason, reference = error.peer_reason or str(error), error.reference
+            reason, reference = peer_message(error), error.reference
             _log.log(log_level(error), "live stream failed: dataset=%r error=%s", self._name, log_message(error))
         except BaseException:
             reason = f"the live stream {self._name!r} failed: see the log of the server"

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dissociated.base.display import advise_name
 from dissociated.control.access import UNKNOWN_TICKET, Grant, Signer, Ticket, Unsigned
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.filtered import select
 from dissociated.datasets.sources import isolate_columns
+from dissociated.datasets.streamed import select
 from dissociated.errors import DatasetNotFound, DissociatedError, FilterRefused
 from dissociated.protocol.request import Selection
 

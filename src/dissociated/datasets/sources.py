@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -15,18 +16,21 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import BatchAndMetadata, batches
+from dissociated.codec.tensor import TENSOR_FORMATS, Tensor, split_tensor
+from dissociated.control.dataset_info import TensorInfo, tensors_schema
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.file import FileDataset, check_alone, foreign_kind
+from dissociated.datasets.file import check_alone, file_dataset, foreign_kind
 from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
 from dissociated.datasets.source_errors import foreign_errors, foreign_reader, source_errors
-from dissociated.datasets.static import SegmentsDataset
+from dissociated.datasets.static import SegmentsDataset, StaticDataset
+from dissociated.datasets.static_message import MappedMessages, StaticMessage
 from dissociated.datasets.streamed import SourceDataset
 from dissociated.datasets.table import TableDataset
 from dissociated.datasets.text import TEXT_FORMATS, text_file
-from dissociated.errors import OptionError, SourceError
+from dissociated.errors import FormatError, OptionError, SourceError
 from dissociated.format.index import Index
 from dissociated.protocol.request import Selection
-from dissociated.store.segment import Segment
+from dissociated.store.segment import Segment, TensorSegment
 
 
 def make_dataset(
@@ -114,7 +118,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
                 f"cannot publish {str(path)!r} with options: an Arrow IPC file is served unchanged; publish a "
                 "callable that opens the file, whose batches are then encoded anew"
             )
-        return FileDataset(name, path)
+        return file_dataset(name, path)
     if not isinstance(source, pa.RecordBatchReader):
         from dissociated.datasets.device import as_device_dataset  # imported on first use, since few servers need it
 
@@ -125,9 +129,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
     if isinstance(source, pa.RecordBatchReader | Iterator):
         reader = open_source(name, source, schema)
         return SourceDataset(name, lambda: reader, options, one_shot=True)
-    from dissociated.datasets.tensors import TensorDataset, as_tensors
-
-    if (tensors := as_tensors(source)) is not None:
+    if (tensors := _as_tensors(source)) is not None:
         return TensorDataset(name, tensors, options)
     if callable(source):
         source = _NewEachTime(source)
@@ -255,6 +257,63 @@ def _in_memory_batches(name: str, reader: pa.RecordBatchReader, options: WriteOp
     if any(metadata for _, metadata in pairs):
         return SegmentsDataset(name, [Segment.in_memory(name, BatchReader(reader.schema, iter(pairs)), options)])
     return TableDataset(name, pa.Table.from_batches([batch for batch, _ in pairs], reader.schema), options)
+
+
+def _as_tensors(source: Source) -> Sequence[Tensor] | None:
+    """Return `source` as a sequence of tensors, or None if it is neither a tensor nor a sequence of tensors."""
+    if type(source) in TENSOR_FORMATS:
+        return [source]
+    if isinstance(source, (list, tuple)) and source and all(type(tensor) in TENSOR_FORMATS for tensor in source):
+        return source
+    return None
+
+
+class TensorDataset(StaticDataset):
+    """A dataset of tensors, which are sent inline from their own memory, and to clients that map memory from one copy.
+
+    The copy is made when the first such client connects. Raises SourceError if a tensor cannot be encoded.
+    """
+
+    filterable = False
+
+    def __init__(self, name: str, tensors: Sequence[Tensor], options: WriteOptions | None = None) -> None:
+        described = [
+            TensorInfo(
+                TENSOR_FORMATS[type(tensor)].value, str(tensor.type), tuple(tensor.shape), tuple(tensor.dim_names)
+            )
+            for tensor in tensors
+        ]
+        super().__init__(name, tensors_schema(described))
+        try:
+            self._messages = [split_tensor(tensor, options) for tensor in tensors]
+        except FormatError as error:
+            raise SourceError(f"cannot publish {name!r}: {error}") from None
+        self.nbytes = sum(message.parsed.body_length for message in self._messages)
+        self._packed = [StaticMessage(*message) for message in self._messages]
+        self._mapped: Sequence[MappedMessages] | None = None
+        self._copying = threading.Lock()
+
+    def select(self, selection: Selection) -> Dataset:
+        return self  # tensors have no columns; a client that expects batches sees that in the first message
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        raise SourceError(
+            f"{self.name!r} holds tensors, for which Flight has no messages: use read_tensors, over another transport"
+        )
+
+    def packed(self) -> Sequence[StaticMessage]:
+        return self._packed
+
+    def mapped(self) -> Sequence[MappedMessages]:
+        with self._copying:
+            if self._mapped is None:
+                segment = TensorSegment(self.name, self._messages)
+                messages = [
+                    message._replace(extents=extents)
+                    for message, extents in zip(self._packed, segment.addresses, strict=True)
+                ]
+                self._mapped = [MappedMessages(segment, messages)]
+            return self._mapped
 
 
 def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:

@@ -96,9 +96,9 @@ class SetAside:
         If the number is gone, the serial number stands for it: the store's own catalog has assigned no larger one.
         """
         name, number = self.manifest.get("name"), self.manifest.get("version")
-        if not is_count(number):
+        if not is_count(number) or not number:
             number = max(1, self.serial)
-        if not isinstance(name, str) or not number:
+        if not isinstance(name, str):
             return None
         return name, Removal.of(number, lost=True, published=not self.manifest.get("prepared"))
 

@@ -75,8 +75,8 @@ def decode_manifest(manifest: bytes) -> Version:
         "id": plain.pop("id"),
         "node": "",
         "ticket": plain.pop("ticket"),
-        "rows": plain.pop("rows", 0),
-        "nbytes": plain.pop("nbytes", 0),
+        "rows": plain.pop("rows"),
+        "nbytes": plain.pop("nbytes"),
         "serial": plain.pop("number"),
     }
     version = Version.parse({**plain, "part": part})
@@ -89,11 +89,10 @@ def decode_manifest(manifest: bytes) -> Version:
         and all(isinstance(flag, bool) for flag in (version.prepared, version.whole))
         and _is_seconds(version.created)
         and (version.ttl is None or _is_seconds(version.ttl))
-        and isinstance(plain.get("before", []), list)
+        and isinstance(plain["before"], list)
     ):
         raise TypeError("a value of another type")
-    if version.schema:
-        pa.ipc.read_schema(pa.py_buffer(version.schema))
+    pa.ipc.read_schema(pa.py_buffer(version.schema))
     return version
 
 

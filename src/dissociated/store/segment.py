@@ -85,7 +85,10 @@ class Segment:
             if not self.index or self.index[0].type is not HeaderType.SCHEMA:
                 raise FormatError("not an Arrow IPC stream: the first message is not a schema")
             if (self.index.types[1:] == HeaderType.SCHEMA).any():
-                raise FormatError("the file has several schemas, as streams in a row: publish each stream by itself")
+                raise FormatError(
+                    "the file has several schemas, as streams in a row: publish each stream by itself "
+                    "(with --append, dissociated put adds one to another)"
+                )
             self.schema = read_schema(self.index.message(0).header, FormatError)
         except (StoreError, FormatError) as error:
             raise StoreError(f"{name}: {error}") from None

@@ -41,7 +41,8 @@ class StagePlace:
         host: The name of its host.
         boot_id: The boot id of its host's kernel.
         node: The id of the node that has it.
-        flight: The URI of that node's catalog.
+        flight: The URI of that node's catalog; in the answer of the node itself empty, because its address can differ
+            for each client.
         limited: Whether writers must reserve room.
         inode: An identifier that differs for a directory at the same path in another container.
         handover: The path of the Unix socket at which the node accepts sealed memfds; empty if it accepts none.

@@ -373,17 +373,16 @@ class Store(ProcessBound):
             )
         return path
 
-    def confirm(self, version: Version, whole: bool, number: int = 0) -> None:
+    def confirm(self, version: Version, whole: bool) -> None:
         """Record that a prepared version was published.
 
         Args:
             version: The version.
             whole: Whether the version is all of the dataset, not one host's part.
-            number: The number of the version, which the catalog assigned. It is ignored if the version already has one.
         """
         with self._locked:
             current, _ = self._places.find(version)
-            self._update(current, prepared=False, whole=whole, number=current.number or number)
+            self._update(current, prepared=False, whole=whole)
 
     def record_published(self, version: Version) -> None:
         """Record the number of a published version apart from its manifest, which may be damaged later.
@@ -453,11 +452,6 @@ class Store(ProcessBound):
             self.discard(name for name in self.staged_names() if not name.endswith(PARTIAL_SUFFIX))
             self.sweep()
             self._places.empty_trash()
-
-    def spilled(self, version: Version) -> bool:
-        """Return whether a version lies in the directory on disk."""
-        with self._locked:
-            return not self._places.in_memory(version)
 
     def sweep(self) -> None:
         """Remove unfinished files without a writer, segments that were not committed in time, and unused trash."""

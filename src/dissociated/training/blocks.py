@@ -124,7 +124,7 @@ class Blocks:
         return distinct
 
     def _fetch_column(self, part: int, name: str) -> pa.RecordBatchReader:
-        column: pa.RecordBatchReader = self.dataset.read_part(part, lambda defaults: replace(defaults, columns=[name]))
+        column: pa.RecordBatchReader = self.dataset.read_part(part, replace(self.dataset.defaults, columns=[name]))
         return column
 
     def passing(self) -> Positions | None:
@@ -156,9 +156,8 @@ class Blocks:
         ]
 
     def _fetch(self, part: int, first: int, stop: int) -> list[pa.RecordBatch]:
-        names = self.schema.names
-        reader = self.dataset.read_part(part, lambda defaults: replace(defaults, columns=names, batches=(first, stop)))
-        return [*reader]
+        request = replace(self.dataset.defaults, columns=self.schema.names, batches=(first, stop))
+        return [*self.dataset.read_part(part, request)]
 
     def _map(self, part: int) -> list[pa.RecordBatch] | None:
         """Return the batches of a part in shared memory, or None if the part cannot be mapped."""
@@ -184,10 +183,8 @@ class Blocks:
         batches: Iterable[pa.RecordBatch]
         if mapped is not None:
             batches = mapped if self._filter is None else (batch.select(names) for batch in mapped)
-        elif self._filter is None or not names:
-            batches = self.dataset.read_part(part, lambda defaults: defaults.without_columns())
-        else:
-            batches = self.dataset.read_part(part, lambda defaults: replace(defaults, columns=names))
+        else:  # without columns, only metadata is sent, which has the number of rows
+            batches = self.dataset.read_part(part, replace(self.dataset.defaults, columns=names))
         lengths, passing = [], []
         for batch in batches:
             lengths.append(batch.num_rows)

@@ -419,14 +419,22 @@ class Listener(ProcessBound, ABC):
 class Transport(ABC):
     """A medium, selected by the scheme of a URI."""
 
+    #: The class of its connections, which says what they can do.
+    connection_type: type[Connection]
     #: Reach: 0 any host, 1 this host, 2 this process. The nearest transport that reaches a peer is preferred.
     locality: int = 0
-    #: Whether one stream after another may travel over its connections.
-    carries_streams: bool = False
     #: Whether messages are encrypted. Among equally near transports, encrypted ones are preferred.
     encrypted: bool = False
-    #: Whether its connections can share regions of memory.
-    shares_memory: bool = False
+
+    @property
+    def carries_streams(self) -> bool:
+        """Whether one stream after another may travel over its connections."""
+        return self.connection_type.carries_streams
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its connections can share regions of memory."""
+        return self.connection_type.shares_memory
 
     @abstractmethod
     def connect(self, uri: Uri, timeout: float) -> Connection:

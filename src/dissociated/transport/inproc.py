@@ -100,6 +100,7 @@ class _InprocListener(Listener):
 class InprocTransport(Transport):
     """The transport `inproc`. See the module."""
 
+    connection_type = InprocConnection
     locality = 2
 
     def reachable(self, uri: Uri) -> bool:

@@ -125,24 +125,44 @@ def test_frames_are_read_cut_in_two() -> None:
             assert read_all(cut(STREAM, at)) == FRAMES
 
 
+def read_with_deadline(stream: bytes, at: int, count: int) -> list[Frame]:
+    """Return the frames of a stream whose sender pauses before the byte `at` for longer than the reader waits."""
+    reader = FrameReader(Source([stream[:at], DeadlineExceeded("silent"), stream[at:]]).read_into)
+    frames: list[Frame] = []
+    deadlines = 0
+    while len(frames) < count:
+        try:
+            frame = reader.read(1.0, allocate)
+        except DeadlineExceeded:
+            deadlines += 1
+            continue
+        assert frame is not None
+        frames.append(Frame(frame.kind, frame.tag, bytes(frame.payload)))
+    assert deadlines == 1
+    assert reader.read(1.0, allocate) is None
+    return frames
+
+
 def test_a_reader_goes_on_after_a_deadline() -> None:
     """Resume after a deadline at each position of the stream."""
     for at in range(1, len(STREAM)):
-        before, after = cut(STREAM, at)
-        reader = FrameReader(Source([before, DeadlineExceeded("silent"), after]).read_into)
-        frames: list[Frame] = []
-        deadlines = 0
-        while len(frames) < len(FRAMES):
-            try:
-                frame = reader.read(1.0, allocate)
-            except DeadlineExceeded:
-                deadlines += 1
-                continue
-            assert frame is not None
-            frames.append(Frame(frame.kind, frame.tag, bytes(frame.payload)))
         with case(at):
-            assert (frames, deadlines) == (FRAMES, 1)
-            assert reader.read(1.0, allocate) is None
+            assert read_with_deadline(STREAM, at, len(FRAMES)) == FRAMES
+
+
+def test_a_reader_goes_on_after_a_deadline_in_a_large_frame() -> None:
+    """Resume within the head, the payload and the padding of frames that are read directly into their memory."""
+    payload = bytes(range(251)) * 1001
+    head = len(payload).to_bytes(7, "little")
+    frames = [Frame(2, 7, payload), Frame(1, 0, payload), FRAMES[0]]
+    tagged, untagged = head + b"\2" + (7).to_bytes(8, "little"), head + b"\1" + bytes(8)
+    stream = HELLO + b"".join(
+        [tagged, payload, bytes(-len(payload) % 8), untagged, payload, bytes(-len(payload) % 8), STREAM[8 : ENDS[1]]]
+    )
+    for first in (len(HELLO), len(HELLO) + 16 + len(payload) + (-len(payload) % 8)):
+        for at in (1, 8, 16, 17, 65_537, 200_000, 16 + len(payload), 16 + len(payload) + (-len(payload) % 8)):
+            with case((first, at)):
+                assert read_with_deadline(stream, first + at, 3) == frames
 
 
 ENDS = [len(HELLO) + sum(len(bytes.fromhex(text)) for text, _ in GOLDEN[:count]) for count in range(len(GOLDEN) + 1)]

@@ -60,8 +60,6 @@ class EmulatedDevice(Device):
         self._mappings: dict[int, _EmulatedMapping] = {}
         self._streams: weakref.WeakSet[_EmulatedStream] = weakref.WeakSet()
         self._registered: dict[object, int] = {}
-        #: Number of registrations of host memory so far.
-        self.registrations = 0
         self._events: weakref.WeakValueDictionary[int, EmulatedEvent] = weakref.WeakValueDictionary()
 
     def lose(self, is_lost: bool = True) -> None:
@@ -95,7 +93,6 @@ class EmulatedDevice(Device):
         registration = object()
         afterwards(partial(self._registered.pop, registration, None))
         self._registered[registration] = memory.size
-        self.registrations += 1
 
     def fence(self) -> Event | None:
         self.check_waiting()

@@ -36,7 +36,7 @@ object CachedBatches {
 /** The decoded rows of a batch. They are valid until the next batch is decoded. */
 final class CachedRows(val columns: Array[CachedColumn], val count: Int) {
   private val fixedSize = columns.map(_.fixedSize).sum
-  private val fields = columns.collect { case column: CachedFields => column }
+  private val fields = columns.collect { case column: CachedFields if column.varies => column }
 
   /** Return the size of a row in bytes. It allocates nothing, because it is called for each row. */
   def size(row: Int): Long = {
@@ -89,7 +89,14 @@ final class CachedFields(dataType: DataType) extends CachedColumn {
   private var writer = new UnsafeRowWriter(0)
   private var fields: UnsafeRow = _
 
-  override def fixedSize: Long = 4 // an offset
+  /** Whether the size of a value depends on the value. */
+  val varies: Boolean = !dataType.isInstanceOf[DecimalType] && dataType != BooleanType && dataType != NullType
+
+  override def fixedSize: Long = dataType match {
+    case _: DecimalType => 16
+    case _ if varies => 4 // an offset
+    case _ => 0 // at most a bit
+  }
 
   override def decode(encoded: Array[Byte], count: Int): Unit = {
     if (fields == null || fields.numFields != count) writer = new UnsafeRowWriter(count, encoded.length)

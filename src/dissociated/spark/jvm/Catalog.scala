@@ -15,6 +15,7 @@ import org.apache.spark.sql.connector.catalog._
 import org.apache.spark.sql.connector.expressions.Transform
 import org.apache.spark.sql.connector.read.ScanBuilder
 import org.apache.spark.sql.connector.write.{LogicalWriteInfo, LogicalWriteInfoImpl, SupportsTruncate, WriteBuilder}
+import org.apache.spark.sql.execution.datasources.v2.DataSourceV2Relation
 import org.apache.spark.sql.internal.SQLConf
 import org.apache.spark.sql.types.{DataType, StructType}
 import org.apache.spark.sql.util.CaseInsensitiveStringMap
@@ -229,6 +230,27 @@ class UsingRule(session: SparkSession) extends Rule[LogicalPlan] with LookupCata
   private def refuseOtherFormat(name: LogicalPlan, spec: TableSpecBase): Unit = (name, spec.provider) match {
     case (UnresolvedIdentifier(CatalogAndIdentifier(_: DatasetCatalog, table), _), Some(format))
         if format != Source.name => DatasetCatalog.refuseUsing(table, format)
+    case _ =>
+  }
+}
+
+/** A check of statements that would change rows of datasets. It refuses them, and gives the statement to use instead. */
+object ChangeCheck extends (LogicalPlan => Unit) {
+  override def apply(plan: LogicalPlan): Unit = plan match {
+    // If the condition is a constant, Spark truncates the table, or refuses the statement by itself.
+    case delete: DeleteFromTable if !delete.condition.foldable => refuse(delete.table, "deleted",
+        table => s"SELECT * FROM $table WHERE (CONDITION) IS NOT TRUE")
+    case update: UpdateTable => refuse(update.table, "updated",
+        table => s"SELECT * EXCEPT (COLUMN), IF(CONDITION, VALUE, COLUMN) AS COLUMN FROM $table")
+    case merge: MergeIntoTable => refuse(merge.targetTable, "merged", table =>
+        s"SELECT COLUMNS FROM $table LEFT ANTI JOIN CHANGES USING (KEYS) UNION ALL SELECT COLUMNS FROM CHANGES")
+    case _ =>
+  }
+
+  private def refuse(target: LogicalPlan, verb: String, rows: String => String): Unit = target.foreach {
+    case relation: DataSourceV2Relation if relation.table.isInstanceOf[Dataset] =>
+      throw new UnsupportedOperationException(s"the rows of ${relation.name} cannot be $verb in place: " +
+        s"write all rows again by INSERT OVERWRITE ${relation.name} BY NAME ${rows(relation.name)}")
     case _ =>
   }
 }

@@ -34,6 +34,7 @@ class Extensions extends SparkSessionExtensionsProvider {
     if (Source.fits) {
       extensions.injectColumnar(_ => FunctionRule)
       extensions.injectHintResolutionRule(new UsingRule(_))
+      extensions.injectCheckRule(_ => ChangeCheck)
     }
 }
 

@@ -69,6 +69,16 @@ class Frame(NamedTuple):
     payload: Buffer
 
 
+class _LargeFrame(NamedTuple):
+    """A frame whose payload is read directly into its memory."""
+
+    frame: Frame
+    #: The part of the payload that has not been read.
+    missing: memoryview
+    #: The number of bytes after the payload.
+    padding: int
+
+
 def encode_frame(kind: FrameKind, tag: int, payload: bytes) -> bytes:
     """Return a whole frame with a small payload."""
     return _head.pack(kind << 56 | len(payload), tag) + payload + _PADDING[len(payload) % 8]
@@ -127,6 +137,7 @@ class FrameReader:
         self._end = 0
         self._read_size = _CHUNK
         self._preamble_read = False
+        self._large: _LargeFrame | None = None  # whose payload is being read
 
     def limit_untagged(self, length: int) -> None:
         """Accept untagged messages of up to `length` bytes."""
@@ -135,18 +146,43 @@ class FrameReader:
     @property
     def buffered(self) -> bool:
         """Return whether a part of the next frame has been read already."""
-        return self._end > self._begin
+        return self._end > self._begin or self._large is not None
 
     def read(self, timeout: float, allocate: Allocate) -> Frame | None:
-        """Return the next frame, or None at the end of the stream.
+        """Return the next frame, or None at the end of the stream. After a DeadlineExceeded, the caller may read on.
 
         Raises:
             RemoteProtocolError: The bytes are not a valid frame.
         """
-        if not self._preamble_read:
-            self._greet(timeout)
-        if self._end - self._begin < HEAD_SIZE and not self._fill(HEAD_SIZE, timeout):
-            return None
+        if self._large is None:
+            if not self._preamble_read:
+                self._greet(timeout)
+            if self._end - self._begin < HEAD_SIZE and not self._fill(HEAD_SIZE, timeout):
+                return None
+            kind, tag, length = self._head()
+            padded = length + 7 & ~7
+            if padded <= _SLICE:  # the bytes are consumed only when the frame is complete
+                if self._end - self._begin < HEAD_SIZE + padded:
+                    self._fill(HEAD_SIZE + padded, timeout)
+                at = self._begin + HEAD_SIZE
+                self._begin = at + padded
+                part = memoryview(self._chunk)[at : at + length]
+                if kind in _IN_PLACE_KINDS:
+                    self._is_lent = True
+                    return Frame(kind, tag, part)
+                return Frame(kind, tag, bytes(part))
+            payload = self._supply(kind, tag, length, allocate)
+            self._large = _LargeFrame(Frame(kind, tag, payload), memoryview(payload).cast("B"), padded - length)
+            self._begin += HEAD_SIZE
+        frame, _, padding = self._large
+        self._read_large(self._large, timeout)
+        self._fill(padding, timeout, inside=True)
+        self._begin += padding
+        self._large = None
+        return frame if frame.kind in _IN_PLACE_KINDS else frame._replace(payload=bytes(frame.payload))
+
+    def _head(self) -> tuple[int, int, int]:
+        """Return kind, tag and length of the next frame, whose head is in the chunk."""
         word, tag = _head.unpack_from(self._chunk, self._begin)
         kind, length = word >> 56, word & _LENGTH_MASK
         if kind != FrameKind.TAGGED:
@@ -159,30 +195,11 @@ class FrameReader:
                     f"this kind has no tag and at most {limit} bytes",
                     rule="frame-tag" if tag else "frame-length",
                 )
-        padded = length + 7 & ~7
-        if padded <= _SLICE:
-            # Bytes are consumed only when the frame is complete, so the caller may read on after a DeadlineExceeded.
-            if self._end - self._begin < HEAD_SIZE + padded:
-                self._fill(HEAD_SIZE + padded, timeout)
-            at = self._begin + HEAD_SIZE
-            self._begin = at + padded
-            payload: Buffer = memoryview(self._chunk)[at : at + length]
-            if kind in _IN_PLACE_KINDS:
-                self._is_lent = True
-                return Frame(kind, tag, payload)
-        else:
-            payload = self._supply(kind, tag, length, allocate)
-            self._begin += HEAD_SIZE
-            self._read_large(memoryview(payload).cast("B"), timeout)
-            self._fill(padded - length, timeout, inside=True)
-            self._begin += padded - length
-            if kind in _IN_PLACE_KINDS:
-                return Frame(kind, tag, payload)
-        return Frame(kind, tag, bytes(payload))
+        return kind, tag, length
 
     def detach(self) -> None:
-        """Drop the reference to the source of bytes. The stream has ended."""
-        self._read_into = _read_end
+        """Drop the references to the source of bytes and to unread memory. The stream has ended."""
+        self._read_into, self._large = _read_end, None
 
     def _supply(self, kind: int, tag: int, length: int, allocate: Allocate) -> Buffer:
         if kind == FrameKind.TAGGED:
@@ -235,15 +252,19 @@ class FrameReader:
         self._read_size = _CHUNK
         return True
 
-    def _read_large(self, memory: memoryview, timeout: float) -> None:
+    def _read_large(self, large: _LargeFrame, timeout: float) -> None:
+        memory = large.missing
         at = min(self._end - self._begin, len(memory))
         memory[:at] = memoryview(self._chunk)[self._begin : self._begin + at]
         self._begin += at
-        while at < len(memory):
-            count = self._read_into(memory[at:], timeout)
-            if not count:
-                raise ConnectionClosed("the peer closed the connection in the middle of a message")
-            at += count
+        try:
+            while at < len(memory):
+                count = self._read_into(memory[at:], timeout)
+                if not count:
+                    raise ConnectionClosed("the peer closed the connection in the middle of a message")
+                at += count
+        finally:
+            self._large = large._replace(missing=memory[at:])
         self._read_size = _READ_BETWEEN
 
     def _new_chunk(self) -> None:

@@ -260,9 +260,8 @@ class _ShmListener(SocketListener):
 class ShmTransport(Transport):
     """The transport `shm`. See the module."""
 
-    carries_streams = True
+    connection_type = ShmConnection
     locality = 1
-    shares_memory = True
 
     def reachable(self, uri: Uri) -> bool:
         return os.path.exists(uri.path)

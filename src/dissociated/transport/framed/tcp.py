@@ -82,7 +82,7 @@ class _TcpListener(SocketListener):
 class TcpTransport(Transport):
     """The transport `tcp`. See the module."""
 
-    carries_streams = True
+    connection_type = SocketConnection
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
         return SocketConnection(*connect_socket(uri, timeout), accepted=False)

@@ -78,7 +78,7 @@ class TlsConnection(SocketConnection):
         except ssl.SSLCertVerificationError as error:
             raise AccessDenied(
                 f"the certificate of the {self.peer} is not trusted: {error.verify_message.rstrip('.')}: name the "
-                "certificates to trust by tls_roots"
+                "certificates to trust by tls_roots (--tls-roots)"
             ) from None
         except ssl.SSLError as error:
             raise RemoteProtocolError(f"{self.peer} does not agree on TLS 1.3: {_reason(error)}") from None
@@ -217,7 +217,7 @@ class _TlsListener(SocketListener):
 class TlsTransport(Transport):
     """The transport `tls`. See the module."""
 
-    carries_streams = True
+    connection_type = TlsConnection
     encrypted = True
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
@@ -246,7 +246,10 @@ def _client_context(roots: str | None) -> ssl.SSLContext:
 def _server_context(uri: Uri) -> ssl.SSLContext:
     cert, key = (uri.parameters.get(name) for name in ("cert", "key"))
     if not cert or not key:
-        raise OptionError("listening at tls: needs a certificate and its key: tls_cert and tls_key, or tls:?cert=&key=")
+        raise OptionError(
+            "listening at tls: needs a certificate and its key: tls_cert and tls_key "
+            "(--tls-cert, --tls-key), or tls:?cert=&key="
+        )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # Clients never resume sessions. A client that closes before it has read a session ticket could also reset the

@@ -66,6 +66,8 @@ _UNUSABLE_PROVIDERS = {
 class FabricTransport(Transport):
     """The transport for fabric: URIs."""
 
+    connection_type = NativeConnection
+
     def connect(self, uri: Uri, timeout: float) -> Connection:
         if not uri.host or not uri.port:
             raise UriError(f"{uri} needs a host and a port: fabric://HOST:PORT")

@@ -47,6 +47,8 @@ _MAX_WAITING = 128  # connection requests that wait to be accepted; further ones
 class UcxTransport(Transport):
     """The transport for ucx: URIs."""
 
+    connection_type = NativeConnection
+
     def connect(self, uri: Uri, timeout: float) -> Connection:
         if not uri.host or not uri.port:
             raise UriError(f"{uri} needs a host and a port: ucx://HOST:PORT")
