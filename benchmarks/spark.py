@@ -100,7 +100,8 @@ _FUNCTION_GOALS = (
     Goal("map_in_arrow, Parquet", "mapInArrow, Parquet", 1 / 1.5),
 )
 _LOCAL_GOALS = (
-    Goal("to_arrow", "toArrow", 1 / 4),
+    Goal("to_arrow, cached", "toArrow, cached", 1 / 4),
+    Goal("to_arrow, Parquet", "toArrow, Parquet", 1 / 4),
     Goal("create_dataframe", "createDataFrame", 1 / 2.5),
 )
 
@@ -269,13 +270,17 @@ def _local(bench: Bench) -> list[Figure]:
     """Measure the way of rows from Spark into this process, and back."""
     rows = bench.files("lineitem").limit(_LOCAL_ROWS).repartition(_PARTITIONS).cache()
     local = to_arrow(rows)
+    rows.write.mode("overwrite").parquet(str(bench.scratch / "local.parquet"))
+    files = bench.spark.read.parquet(str(bench.scratch / "local.parquet"))
     calls: dict[str, Callable[[], Any]] = {
-        "toArrow": rows.toArrow,
-        "to_arrow": partial(to_arrow, rows),
+        "toArrow, cached": rows.toArrow,
+        "to_arrow, cached": partial(to_arrow, rows),
+        "toArrow, Parquet": files.toArrow,
+        "to_arrow, Parquet": partial(to_arrow, files),
         "createDataFrame": lambda: _consume(bench.spark.createDataFrame(local)),
         "create_dataframe": lambda: _consume(create_dataframe(bench.spark, local)),
     }
-    grown = {what: _growth(calls[what]) for what in ("toArrow", "to_arrow")}
+    grown = {what: _growth(calls[what]) for what in ("toArrow, cached", "to_arrow, cached")}
     rounds = _MORE_ROUNDS * bench.rounds
     seconds = medians(calls, rounds)
     _print_times(f"{local.num_rows:,} rows of lineitem to and from this process, median of {rounds} rounds", seconds)

@@ -81,9 +81,8 @@ def log_message(error: DissociatedError) -> str:
 
 
 def _with_reference(error: DissociatedError, text: str) -> str:
-    # The message of an error that a peer has reported includes the reference already. Such an error has no reason.
-    is_own = error.reference is not None and error.peer_reason is not None
-    return f"{text} [{error.code} {error.reference}]" if is_own else text
+    suffix = f" [{error.code} {error.reference}]"  # which an error that a peer reported has already
+    return text if error.reference is None or text.endswith(suffix) else f"{text}{suffix}"
 
 
 def log_level(error: DissociatedError) -> int:

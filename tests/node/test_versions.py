@@ -23,6 +23,7 @@ from dissociated.store.store import Store
 from dissociated.training import Batches
 from store.test_memfds import memfd
 from support.helpers import commit_of
+from support.injection import Fault
 from support.nodes import MIB, SCHEMA, put, read, table
 from support.processes import Process, Start, free_port
 
@@ -213,15 +214,53 @@ def test_a_version_whose_manifest_is_empty_leaves_its_number_behind(memory: Path
                 Batches(client["d"], batch_size=1).load_state_dict(state)
 
 
-def test_nothing_is_appended_to_rows_that_are_gone_from_the_store_of_a_node_with_a_database(memory: Path) -> None:
-    def start() -> Node:
-        return Node(Store(memory / "store"), ["shm:"], database=str(memory / "catalog.db"))
+def start_with_database(memory: Path) -> Node:
+    return Node(Store(memory / "store"), ["shm:"], database=str(memory / "catalog.db"))
 
-    with start() as node:
+
+def raise_refused(*arguments: Any, **options: Any) -> None:
+    raise CatalogError("refused")
+
+
+def lose_rows(memory: Path) -> None:
+    """Put the dataset `d` on a node with a database, and damage its only version while the node is away."""
+    with start_with_database(memory) as node:
         put(node.uri, "d", table(1))
         (stored,) = node.store.versions()
     (memory / "store" / "segments" / stored.id / "manifest.json").write_bytes(b"")
-    with start() as node, dis.connect(node.uri) as client:
+
+
+def test_a_dataset_that_was_lost_and_then_dropped_can_be_appended_to(memory: Path) -> None:
+    lose_rows(memory)
+    with start_with_database(memory) as node, dis.connect(node.uri) as client:
+        client.drop("d")
+        client.put("d", table(2), mode="append")
+        assert client.read("d").read_all() == table(2)
+        assert client.describe("d").version == 2
+
+
+def test_a_commit_that_is_refused_twice_hides_no_version(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second attempt finds the version of the first one, whose removal failed as well."""
+    with Node(Store(memory), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("d", table(1))
+        with node.store.writer("w", SCHEMA) as writer:
+            writer.write(table(2).to_batches()[0])
+        commit = dis.Commit("d", [StagedSegment("w", node.store.id)], SCHEMA, key="k")
+        with monkeypatch.context() as patch:
+            patch.setattr(Database, "publish", raise_refused)
+            failing_removal = Fault(str(memory / "segments"), at=1, operations=("rename",), times=1000)
+            with failing_removal, pytest.raises(CatalogError):
+                client.commit(commit)
+            with pytest.raises(CatalogError):
+                client.commit(commit)
+        assert client.read("d").read_all() == table(1)
+    with Node(Store(memory), ["shm:"]) as node:
+        assert read(node.uri, "d") == [1]
+
+
+def test_nothing_is_appended_to_rows_that_are_gone_from_the_store_of_a_node_with_a_database(memory: Path) -> None:
+    lose_rows(memory)
+    with start_with_database(memory) as node, dis.connect(node.uri) as client:
         with pytest.raises(CatalogError, match="rows of version 1 are no longer in the store"):
             client.put("d", table(2), mode="append")
         with pytest.raises(DatasetNotFound):

@@ -473,3 +473,15 @@ def test_a_slow_commit_of_a_dataset_delays_no_publication_of_another(
         commit.result(PATIENCE)
         same_name.result(PATIENCE)
         assert client.read("slow").read_all() == table(2)
+
+
+def test_publications_of_one_name_and_ticket_wait_for_one_another() -> None:
+    def publish(server: dis.Server, number: int) -> None:
+        for _ in range(300):
+            server.publish("data", TABLE, ticket=b"ticket" if number % 2 else None)
+
+    with dis.Server(["shm:"]) as server, ThreadPoolExecutor(4) as pool:
+        for publication in [pool.submit(publish, server, number) for number in range(4)]:
+            publication.result()
+        server.publish("data", TABLE, ticket=b"ticket")
+        assert dis.open_stream(server.locations("data")[0], b"ticket").read_all() == TABLE

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,18 @@ def test_a_commit_that_was_refused_uses_a_number_and_hides_no_version(memory: Pa
         for name in ("kept", "spilled"):
             store.remove(replace(commit(store, name, 2), prepared=True))
         assert store.removals() == {"kept": (0, False, 2), "spilled": (0, False, 2)}
+
+
+def test_a_version_that_is_damaged_on_disk_is_lost(memory: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"limit": 2 * MIB, "policy": Policy.SPILL, "spill": tmp_path / "spill"}
+    with Store(memory, **options) as store:
+        version = commit(store, "d", 1, range(100_000))
+        store.record_published(version)
+        store.ensure_room("new", int(1.9 * MIB))
+        assert (tmp_path / "spill" / "segments" / version.id).exists()
+    (tmp_path / "spill" / "segments" / version.id / "manifest.json").write_bytes(b"")
+    with Store(memory, **options) as store:
+        assert store.removals()["d"] == (1, True, 1)
 
 
 def test_a_number_survives_a_kill_during_the_removal(memory: Path) -> None:

@@ -42,3 +42,22 @@ def test_numbers_are_gathered_from_any_address(shift: int, matrices: dict[str, l
     assert found["n"].tolist() == [3 * row for row in ROWS]
     assert found["x"].tolist() == [5 * row for row in ROWS]
     assert batch["money"].tolist() == [25 * row for row in ROWS]
+
+
+def test_columns_with_nulls_are_gathered_together_whatever_bit_their_validity_begins_with() -> None:
+    types = {"a": pa.int32(), "b": pa.float64(), "c": pa.int32(), "d": pa.float64(), "e": pa.bool_()}
+    values = {name: [None if (row + at) % 3 == 0 else row + at for row in range(15)] for at, name in enumerate(types)}
+    values["e"] = [None if row % 4 == 0 else row % 2 == 0 for row in range(15)]
+    table = pa.record_batch({name: pa.array(values[name], type_) for name, type_ in types.items()})
+    fill = {"a": 100, "b": 0.5, "c": -7, "d": 0.25, "e": True}
+    columns = ArrayColumns(table.schema, matrices={"matrix": [*types]}, fill=fill, mask=["a"])
+    batches = [table.slice(2, 3), table.slice(5, 1), table.slice(6, 9)]  # only one begins with a byte's first bit
+    batches[2] = pa.RecordBatch.from_arrays(
+        [pa.concat_arrays([column]) for column in batches[2].columns], table.schema.names
+    )
+    batch = Gatherer(batches, columns).take(ROWS)
+    expected = [
+        [fill[name] if values[name][row + 2] is None else values[name][row + 2] for name in types] for row in ROWS
+    ]
+    assert batch["matrix"].tolist() == expected
+    assert batch["a_mask"].tolist() == [values["a"][row + 2] is not None for row in ROWS]

@@ -206,18 +206,20 @@ class LocalCatalog(Catalog):
     def publish_dataset(self, dataset: Dataset, ttl: float | None = None) -> None:
         part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
         commit = Commit(dataset.name, key=part.id, ttl=ttl)
-        with self._locks.of_name(dataset.name), interrupts_held():
-            old = self._registry.find_name(dataset.name)
-            try:
-                self._registry.publish(dataset)  # first, so that every ticket in the catalog works
-                self._registry.assign_part(part.id, dataset)
-                self._database.publish(commit, schemas.serialize(dataset.schema), [part])
-            except BaseException:
-                self._registry.withdraw_parts([part.id])
-                self._registry.withdraw(dataset)
-                self._registry.restore(old)
-                raise
-        self._clean_up(self._delete_unreferenced)
+        with self._locks.of_name(dataset.name):
+            with interrupts_held():
+                old = self._registry.find_name(dataset.name)
+                try:
+                    self._registry.publish(dataset)  # first, so that every ticket in the catalog works
+                    self._registry.assign_part(part.id, dataset)
+                    self._database.publish(commit, schemas.serialize(dataset.schema), [part])
+                except BaseException:
+                    self._registry.withdraw_parts([part.id])
+                    self._registry.withdraw(dataset)
+                    self._registry.restore(old)
+                    raise
+            # With the lock, because the next dataset of the name may have the ticket of the old one.
+            self._clean_up(self._delete_unreferenced)
 
     def drop(self, name: str) -> None:
         # A new database publishes every version in the store that is not recorded as dropped. So delete or record the

@@ -152,9 +152,9 @@ class Versions:
             {"name": name, "number": number, "lost": lost},
         )
 
-    def mark_lost(self, name: str) -> None:
-        """Record that the dataset is gone, though no client dropped or replaced it."""
-        self._tables.run("UPDATE numbers SET lost = 1 WHERE name = ?", (name,))
+    def mark_lost(self, name: str, lost: bool = True) -> None:
+        """Record whether the dataset is gone though no client dropped or replaced it."""
+        self._tables.run("UPDATE numbers SET lost = ? WHERE name = ?", (lost, name))
 
     def record_removed(self, name: str, removed: Removal) -> None:
         """Record a version that is gone from a store. See `Database.record_removed`."""

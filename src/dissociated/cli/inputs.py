@@ -19,7 +19,7 @@ from dissociated.datasets.base import Dataset
 from dissociated.datasets.file import PARQUET, check_rest, foreign_kind
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.text import TEXT_FORMATS, open_text, text_file
-from dissociated.errors import OptionError, SourceError
+from dissociated.errors import OptionError, SourceError, StoreError
 
 _STDIN = Path("-")
 
@@ -66,7 +66,7 @@ def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
             return make_dataset("-", open_text("the standard input", path, written))
         try:
             return make_dataset("-", Path(path))
-        except SourceError as error:
+        except (SourceError, StoreError) as error:
             raise SourceError(f"the standard input cannot be published: {error}") from None
     if not stdin.peek(1):
         raise SourceError("the standard input is empty")

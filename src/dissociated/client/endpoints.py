@@ -127,8 +127,10 @@ class EndpointReader:
                     with _opening(info, info.endpoints):
                         return open_info(info, traced)
                 except (RemoteError, DatasetNotFound):  # raised by a transport, or by Flight
+                    if attempt > _MAX_RETRIES:
+                        raise
                     current = describe()
-                    if current.endpoints == info.endpoints or attempt > _MAX_RETRIES:
+                    if current.endpoints == info.endpoints:
                         raise
                     info = current  # it was replaced after the look-up
             raise AssertionError("the last attempt returns or raises")

@@ -61,10 +61,6 @@ class ClientSession(ProcessBound):
         self._received = time.monotonic()  # when a message last arrived
         self.bind_to_process()
         stop_at_exit(self)
-        if connections[-1].shares_memory:
-            # While the server prepares its answer, which may have leases. If there are, they start the thread again.
-            with suppress(TransportError):
-                self._leases.start()
 
     def stop(self) -> None:
         """Make a receiving thread return. Called at the exit of the interpreter."""
@@ -85,6 +81,10 @@ class ClientSession(ProcessBound):
         stopped = True
         pause, self._received = 0.0, time.monotonic()
         try:
+            if self._connections[-1].shares_memory:
+                # While the server prepares its answer. If that fails, the first leases of the answer try again.
+                with suppress(TransportError):
+                    self._leases.start()
             with receiving(self._connections, self._allocate, self._timeout) as receive:
                 while True:
                     while (item := receiver.next_together()) is not None:

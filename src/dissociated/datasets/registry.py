@@ -95,11 +95,14 @@ class Registry:
     def withdraw(self, dataset: Dataset) -> None:
         """Stop serving `dataset`, and drop it."""
         with self._lock:
-            if self._by_identifier.get(dataset.ticket) is dataset:
-                del self._by_identifier[dataset.ticket]
-            if self._by_name.get(dataset.name) is dataset:
-                del self._by_name[dataset.name]
+            self._forget(dataset)
         dataset.drop()
+
+    def _forget(self, dataset: Dataset) -> None:
+        if self._by_identifier.get(dataset.ticket) is dataset:
+            del self._by_identifier[dataset.ticket]
+        if self._by_name.get(dataset.name) is dataset:
+            del self._by_name[dataset.name]
 
     def restore(self, old: Dataset | None) -> None:
         """Serve a part under its name and its ticket again, after the dataset that replaced it was withdrawn.
@@ -114,10 +117,11 @@ class Registry:
     def withdraw_parts(self, parts: Iterable[str]) -> None:
         """Stop serving the parts with these ids. Ids that are not served are ignored."""
         with self._lock:
-            datasets = [self._by_part.pop(part, None) for part in parts]
+            datasets = [self._by_part.pop(part) for part in parts if part in self._by_part]
+            for dataset in datasets:
+                self._forget(dataset)
         for dataset in datasets:
-            if dataset is not None:
-                self.withdraw(dataset)
+            dataset.drop()
 
     def find_name(self, name: str) -> Dataset | None:
         """Return the dataset that is published under `name`, or None."""
@@ -164,7 +168,7 @@ class Registry:
         return dataset, dataset if columns is None else isolate_columns(dataset, columns)
 
     def select(self, whole: Dataset, selection: Selection | None) -> Dataset:
-        """Return the part of a dataset that a request selects. See `filtered.select` for errors.
+        """Return the part of a dataset that a request selects. See `streamed.select` for errors.
 
         Raises:
             FilterRefused: The selection has rows and this process does not choose rows for clients.

@@ -217,8 +217,6 @@ class Places:
         with store_errors(f"confirming {version.name!r} in {self.directory.path}"):
             place.confirm(version)
         self.contents.put(version, place)
-        if not version.prepared:
-            self.record_published(version)
 
     def remove(self, *versions: Version, lost: bool = False) -> None:
         """Remove versions durably, in this order. Versions that are gone already are skipped.
@@ -249,6 +247,8 @@ class Places:
             for directory in (self.directory, self.disk):  # a move to disk that failed may have left a second copy
                 if directory is not None and directory is not place and directory.holds(version):
                     directory.remove(version, superseded=True)
+            if place is self.disk:
+                self._record(version, lost)  # since it was spilled, it counts as lost
             self._take_from(place, version, lost)
         self.contents.pop(version.id)
         self.cache.pop(version.id)
@@ -269,7 +269,7 @@ class Places:
                     copy_file(path, file)
                     os.chmod(file, 0o400)
             try:
-                self._take_from(place, version)
+                self._take_from(place, version, lost=True)  # from now on, as if the copy on disk were damaged
             except OSError:
                 with suppress(OSError):  # a copy that remains is removed by the next attempt, or with the version
                     self.disk.remove(version, superseded=True)
@@ -283,7 +283,7 @@ class Places:
         siblings = (sibling for sibling in self.contents.with_name(version.name) if not sibling.prepared)
         superseded = any(sibling.number > version.number and self.find(sibling)[1] is place for sibling in siblings)
         if place is self.memfds and not superseded:
-            with suppress(OSError):  # then the record that `commit` wrote stays, which counts the version as lost
+            with suppress(OSError):  # then the record of the publication stays, which counts the version as lost
                 self._record(version, lost)
         place.remove(version, lost, superseded)
         self.blocks[place].discard(files)

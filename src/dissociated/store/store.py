@@ -382,7 +382,7 @@ class Store(ProcessBound):
         """
         with self._locked:
             current, _ = self._places.find(version)
-            self._update(current, prepared=False, whole=whole)
+            self._places.record_published(self._update(current, prepared=False, whole=whole))
 
     def record_published(self, version: Version) -> None:
         """Record the number of a published version apart from its manifest, which may be damaged later.

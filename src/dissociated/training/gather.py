@@ -12,6 +12,8 @@ from pyarrow import types
 from dissociated.training.columns import Array, ArrayColumns, Column, is_scalar, mask_name
 from dissociated.training.permutation import Positions
 
+_POSITIONS = 1 << 13  # of values that are read together: more do not fit into the cache of a core, which takes longer
+
 
 class Gatherer:
     """The rows of record batches that stay in memory, numbered from the first batch on.
@@ -58,13 +60,10 @@ class Gatherer:
         return _Items.of_arrays([columns.view(name, array) for array in arrays], self._lengths)
 
     def _matrix(self, name: str) -> _Matrix:
-        """Return the source of a matrix: columns of one type together, and each other column alone."""
+        """Return the source of a matrix."""
         columns = self._columns.matrices[name]
         sources = [self._source(column, [batch.column(column) for batch in self._batches]) for column in columns]
-        together = [
-            at for at, source in enumerate(sources) if isinstance(source, _Items) and source.can_join(sources[0])
-        ]
-        return _Matrix(self._columns.matrix_type(name), sources, together, self._lengths)
+        return _Matrix(self._columns.matrix_type(name), sources, self._lengths)
 
     def take(self, rows: Positions) -> dict[str, Column]:
         """Return copies of the rows with these numbers. Raise IndexError if a number is not that of a row."""
@@ -122,17 +121,14 @@ class _Items:
             arrays = [first]
         return cls(arrays, addresses, lengths)
 
-    def can_join(self, items: object) -> bool:
-        """Return whether one operation can read these items and `items`. See `join`."""
-        return (
-            isinstance(items, _Items)
-            and self._offsets is None
-            and (self._all.dtype, self._stride) == (items._all.dtype, items._stride)
-        )
+    @property
+    def layout(self) -> object:
+        """A value that is equal for columns that can be joined; None if a row has several items."""
+        return (self._all.dtype, self._stride) if self._offsets is None else None
 
     @classmethod
     def join(cls, columns: Sequence[Self], lengths: Positions) -> Self:
-        """Return items whose starts have a row for each of several columns, which stay in memory."""
+        """Return items whose starts have a row for each of several columns of one layout, which stay in memory."""
         return cls(columns[0]._arrays, np.array([column._addresses for column in columns]), lengths)
 
     def take(self, batch: Positions, within: Positions) -> Array:
@@ -142,11 +138,11 @@ class _Items:
             return self._all.take(at)
         return self._all.take(at[:, None] + self._offsets).reshape(len(at), *self._shape)
 
-    def take_columns(self, batch: Positions, within: Positions) -> Array:
-        """Return a row of items for each of several columns that were joined."""
-        at = self._starts[:, batch]
+    def take_columns(self, columns: slice, batch: Positions, within: Positions) -> Array:
+        """Return a row of items for each of some columns that were joined."""
+        at = self._starts[columns].take(batch, axis=1)
         at += within * self._stride
-        return self._all.take(at)
+        return self._all.take(at, mode="clip")  # the positions were checked, so this is only faster than "raise"
 
 
 def _address(array: Array) -> int:
@@ -166,11 +162,11 @@ class _Bits:
     """Bits that begin at an offset of each buffer, in bytes of one array over all of their memory."""
 
     def __init__(self, bits: Sequence[tuple[pa.Buffer, int]]) -> None:
-        lowest = min((buffer.address for buffer, _ in bits), default=0)
-        stop = max((buffer.address + buffer.size for buffer, _ in bits), default=0)
-        self._buffers = bits  # keeps the memory that `_all` covers
+        self._buffers = [_aligned(buffer, offset) for buffer, offset in bits]  # keeps the memory that `_all` covers
+        lowest = min((buffer.address for buffer in self._buffers), default=0)
+        stop = max((buffer.address + buffer.size for buffer in self._buffers), default=0)
         self._all = np.frombuffer(pa.foreign_buffer(lowest, stop - lowest), np.uint8)
-        self._starts = np.array([8 * (buffer.address - lowest) + offset for buffer, offset in bits], np.int64)
+        self._starts = np.array([buffer.address - lowest for buffer in self._buffers], np.int64)
 
     @classmethod
     def of_validity(cls, arrays: Sequence[pa.Array]) -> _Bits:
@@ -179,10 +175,34 @@ class _Bits:
         validity = [(array.buffers()[0], array.offset) if array.null_count else (all_ones, 0) for array in arrays]
         return cls(validity)
 
+    @classmethod
+    def join(cls, columns: Sequence[_Bits]) -> _Bits:
+        """Return bits whose starts have a row for each of several columns."""
+        joined = cls([(buffer, 0) for column in columns for buffer in column._buffers])
+        joined._starts = joined._starts.reshape(len(columns), -1)
+        return joined
+
     def take(self, batch: Positions, within: Positions) -> Array:
-        at = self._starts[batch] + within
-        bits: Array = (self._all.take(at >> 3) >> (at & 7).astype(np.uint8)) & 1
-        return bits.view(np.bool_)
+        return self._take(self._starts[batch], within)
+
+    def take_columns(self, columns: slice, batch: Positions, within: Positions) -> Array:
+        """Return a row of bits for each of some columns that were joined."""
+        return self._take(self._starts[columns].take(batch, axis=1), within)
+
+    def _take(self, starts: Positions, within: Positions) -> Array:
+        starts += within >> 3
+        bits = self._all.take(starts, mode="clip")
+        bits &= np.left_shift(1, within & 7).astype(np.uint8)
+        is_set: Array = bits != 0
+        return is_set
+
+
+def _aligned(buffer: pa.Buffer, offset: int) -> pa.Buffer:
+    """Return a buffer of the bits from `offset` on, which are copied if they begin within a byte."""
+    if offset % 8 == 0:
+        return buffer[offset // 8 :]
+    bits = np.unpackbits(np.frombuffer(buffer, np.uint8), bitorder="little")[offset:]
+    return pa.py_buffer(np.packbits(bits, bitorder="little"))
 
 
 class _Filled:
@@ -191,32 +211,58 @@ class _Filled:
     def __init__(self, values: Any, validity: _Bits, fill: Any) -> None:
         self._values, self._validity, self._fill = values, validity, fill
 
+    @property
+    def layout(self) -> object:
+        """A value that is equal for columns that can be joined; None for columns that cannot."""
+        layout = self._values.layout if isinstance(self._values, _Items) else None
+        return None if layout is None else (layout, "filled")
+
+    @classmethod
+    def join(cls, columns: Sequence[Self], lengths: Positions) -> Self:
+        """Return the values of several columns of one layout."""
+        values = _Items.join([column._values for column in columns], lengths)
+        fills = np.array([[column._fill] for column in columns])
+        return cls(values, _Bits.join([column._validity for column in columns]), fills)
+
     def take(self, batch: Positions, within: Positions) -> Array:
         values: Array = self._values.take(batch, within)
         values[~self._validity.take(batch, within)] = self._fill
         return values
 
+    def take_columns(self, columns: slice, batch: Positions, within: Positions) -> Array:
+        """Return a row of values for each of some columns that were joined."""
+        values: Array = self._values.take_columns(columns, batch, within)
+        np.copyto(values, self._fill[columns], where=~self._validity.take_columns(columns, batch, within))
+        return values
+
 
 class _Matrix:
-    """Columns that are packed into a matrix: `together` are those that one operation reads."""
+    """Columns that are packed into a matrix. Columns of one layout are joined, and read together."""
 
-    def __init__(
-        self, kind: np.dtype[Any], sources: Sequence[Any], together: Sequence[int], lengths: Positions
-    ) -> None:
-        self._kind, self._sources, self._together = kind, sources, together
-        if len(together) > 1:
-            self._joined = _Items.join([sources[at] for at in together], lengths)
+    def __init__(self, kind: np.dtype[Any], sources: Sequence[Any], lengths: Positions) -> None:
+        self._kind, self._width = kind, len(sources)
+        self._single: list[tuple[int, Any]] = []
+        self._joined: list[tuple[list[int], _Items | _Filled]] = []
+        places: dict[object, list[int]] = {}
+        for at, source in enumerate(sources):
+            layout = source.layout if isinstance(source, _Items | _Filled) else None
+            if layout is None:
+                self._single.append((at, source))
+            else:
+                places.setdefault(layout, []).append(at)
+        for together in places.values():
+            columns = [sources[at] for at in together]
+            self._joined.append((together, type(columns[0]).join(columns, lengths)))
 
     def take(self, batch: Positions, within: Positions) -> Array:
-        if len(self._together) == len(self._sources) > 1:
-            return self._joined.take_columns(batch, within).astype(self._kind, copy=False).T
-        matrix = np.empty((len(self._sources), len(batch)), self._kind)
-        single = [*range(len(self._sources))]
-        if len(self._together) > 1:
-            matrix[self._together] = self._joined.take_columns(batch, within)
-            single = [at for at in single if at not in self._together]
-        for at in single:
-            matrix[at] = self._sources[at].take(batch, within)
+        matrix = np.empty((self._width, len(batch)), self._kind)
+        for at, source in self._single:
+            matrix[at] = source.take(batch, within)
+        count = max(1, _POSITIONS // max(1, len(batch)))
+        for together, columns in self._joined:
+            for first in range(0, len(together), count):
+                some = slice(first, first + count)
+                matrix[together[some]] = columns.take_columns(some, batch, within)
         return matrix.T
 
 

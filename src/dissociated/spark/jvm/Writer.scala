@@ -13,11 +13,13 @@ import org.apache.arrow.memory.{ArrowBuf, ReferenceManager}
 import org.apache.arrow.memory.util.MemoryUtil
 import org.apache.arrow.vector.ipc.message.{ArrowFieldNode, ArrowRecordBatch, MessageSerializer}
 import org.apache.spark.sql.catalyst.InternalRow
-import org.apache.spark.sql.catalyst.expressions.{UnsafeProjection, UnsafeRow}
+import org.apache.spark.sql.catalyst.expressions.{GenericInternalRow, UnsafeProjection, UnsafeRow}
 import org.apache.spark.sql.connector.write._
 import org.apache.spark.sql.connector.write.streaming.{StreamingDataWriterFactory, StreamingWrite}
-import org.apache.spark.sql.types.StructType
-import org.apache.spark.sql.vectorized.ColumnarBatch
+import org.apache.spark.sql.execution.vectorized.WritableColumnVector
+import org.apache.spark.sql.types.{StringType, StructType}
+import org.apache.spark.sql.vectorized.{ColumnarBatch, ColumnVector}
+import org.apache.spark.unsafe.types.UTF8String
 
 /**
  * A builder of a write, which appends to a dataset or replaces it. Python writes if the rows must be converted to fit
@@ -192,10 +194,14 @@ final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows
    * each row, because a few rows can have values of several MB. Columns of fixed width then append all rows at once.
    */
   def add(batch: ColumnarBatch, first: Int): Int = {
+    val decoded = variableOrdinals.map(ordinal => DecodedStrings.of(batch.column(ordinal), first, batch.numRows))
     var next = first
     while (next < batch.numRows && rows < maxRows && size <= BatchBuilder.MaxBytes) {
       val row = batch.getRow(next)
-      Loop.over(variable.length)(index => variable(index).append(row, variableOrdinals(index)))
+      Loop.over(variable.length) { index =>
+        if (decoded(index) == null) variable(index).append(row, variableOrdinals(index))
+        else variable(index).append(decoded(index), next - first)
+      }
       rows += 1
       next += 1
       size = rows * fixedWidth + Column.nbytes(variable)
@@ -246,6 +252,30 @@ final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows
 object BatchBuilder {
   val MaxRows: Int = 1 << 18
   private val MaxBytes = 1L << 23
+}
+
+/** Strings of a column that Parquet has encoded by a dictionary. Each entry is decoded once, and not for each row. */
+object DecodedStrings {
+  /** Return the strings of the rows from `first` to `end` as the fields of a row, or null for another column. */
+  def of(column: ColumnVector, first: Int, end: Int): InternalRow = column match {
+    case encoded: WritableColumnVector if encoded.hasDictionary && encoded.dataType.isInstanceOf[StringType] =>
+      val fields = new Array[Any](end - first)
+      // The strings by their ids. A large dictionary has more ids, whose strings are decoded for each row.
+      val strings = new Array[UTF8String](fields.length)
+      Loop.over(fields.length) { index =>
+        val row = first + index
+        if (!encoded.isNullAt(row)) {
+          val id = encoded.getDictionaryIds.getDictId(row)
+          if (id >= strings.length) fields(index) = encoded.getUTF8String(row)
+          else {
+            if (strings(id) == null) strings(id) = encoded.getUTF8String(row)
+            fields(index) = strings(id)
+          }
+        }
+      }
+      new GenericInternalRow(fields)
+    case _ => null
+  }
 }
 
 /** The record batches of an iterator of rows, columns or cached batches. The caller calls `free` at the end. */

@@ -264,7 +264,8 @@ class FrameReader:
                     raise ConnectionClosed("the peer closed the connection in the middle of a message")
                 at += count
         finally:
-            self._large = large._replace(missing=memory[at:])
+            if self._large is not None:  # another thread may have called `detach`
+                self._large = large._replace(missing=memory[at:])
         self._read_size = _READ_BETWEEN
 
     def _new_chunk(self) -> None:
