@@ -121,6 +121,7 @@ _SECOND_SESSION = (
     "test_functions_limits.py",
     "test_killed_writer.py",
     "test_local.py",
+    "test_tpch.py",
 )
 
 
