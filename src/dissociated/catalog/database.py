@@ -144,11 +144,9 @@ class Database:
         """
         for name, last in removed.items():
             versions.record_removed(name, last)
-            versions.hide_found(name, last.version)
         for version in held_versions:
             if version.number and not version.whole and not version.prepared and not self._is_known(version):
                 versions.record_removed(version.name, Removal.of(version.number, lost=True, published=True))
-                versions.hide_found(version.name, version.number)
 
     def _record_announced(self, versions: Versions, announced: Sequence[Version]) -> None:
         """Record versions that a node holds."""

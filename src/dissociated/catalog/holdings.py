@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,8 +23,6 @@ from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import StoreStatus
 from dissociated.protocol.request import Request
 from dissociated.store.layout import NODE_LOG
-
-_log = logging.getLogger(__name__)
 
 
 class OwnLocations:

@@ -157,13 +157,14 @@ class Versions:
         self._tables.run("UPDATE numbers SET lost = ? WHERE name = ?", (lost, name))
 
     def record_removed(self, name: str, removed: Removal) -> None:
-        """Record a version that is gone from a store. See `Database.record_removed`."""
+        """Record a version that is gone from a store, and hide an older one that was found in a store."""
         self.use_number(name, removed.used)
         is_known = self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND published >= ?", name, removed.version)
         if not is_known or removed.lost:
             self._publish_number(name, removed.version, removed.lost)
+        self._hide_found(name, removed.version)
 
-    def hide_found(self, name: str, number: int) -> None:
+    def _hide_found(self, name: str, number: int) -> None:
         """Hide the current version of `name` if it was found in a store, and version `number`, which is gone, is later.
 
         It is kept and stays readable by its number until it expires or another version is published: it may be the only
@@ -190,7 +191,7 @@ class Versions:
         """Publish a version that was found in a store, with its number, unless a later version is known.
 
         If all later versions are lost, the version is hidden, as if it had been found before they were: see
-        `hide_found`.
+        `_hide_found`.
 
         A version with a number from another catalog does not replace a version that this catalog committed: the node
         has left the other catalog, or that catalog is lost. Numbers of this catalog may be unknown if its file was
@@ -218,7 +219,7 @@ class Versions:
             return
         self.publish(version, origin=Origin.FOUND)
         if later:
-            self.hide_found(version.name, later[0]["published"])
+            self._hide_found(version.name, later[0]["published"])
 
     def publish(self, version: Version, append: bool = False, origin: Origin = Origin.COMMITTED) -> int:
         """Publish a version, which has a number.

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import pyarrow as pa
@@ -62,6 +62,8 @@ C = TypeVar("C", bound=_Closeable)
 Describe: TypeAlias = Callable[[], DatasetInfo]
 #: Opens a dataset as it is described.
 Open: TypeAlias = Callable[[DatasetInfo, ReadRequest], T]
+#: Returns the routes to an endpoint for a request.
+RoutesTo: TypeAlias = Callable[[DatasetInfo, Endpoint, ReadRequest], list[Route]]
 
 _CLIENT_PARAMETERS = ("roots", "allow", "files")  # parameters of locations that only the connecting side may set
 _MAX_PLANS = 16  # plans that are kept
@@ -122,18 +124,19 @@ class EndpointReader:
         """Look the dataset up and open it. If it is replaced between the two, do both again."""
         with _traced(request) as traced:
             info = known_info or describe()
-            for attempt in count(1):
+            retries = 0
+            while True:
                 try:
                     with _opening(info, info.endpoints):
                         return open_info(info, traced)
                 except (RemoteError, DatasetNotFound):  # raised by a transport, or by Flight
-                    if attempt > _MAX_RETRIES:
+                    if retries == _MAX_RETRIES:
                         raise
+                    retries += 1
                     current = describe()
                     if current.endpoints == info.endpoints:
                         raise
                     info = current  # it was replaced after the look-up
-            raise AssertionError("the last attempt returns or raises")
 
     def _open_rows(self, info: DatasetInfo, request: ReadRequest) -> pa.RecordBatchReader:
         # Expressions cannot be compared, and the caller can change a list of columns.
@@ -141,8 +144,7 @@ class EndpointReader:
         for known_info, known_request, part in [*self._plans] if is_kept else ():
             if known_info is info and known_request == request:
                 return self._open_counted(part)
-        parts = parts_to_read(request, info)
-        planned = plan(request, info, parts, [self._all_routes(info, endpoint, request) for endpoint, _ in parts])
+        planned = _plan(info, request, self._all_routes)
         if is_kept and len(planned.parts) == 1:
             self._plans.appendleft((info, request, planned.parts[0]))
         return self._chain(info, planned, _open_all(planned, self._open_counted))
@@ -158,14 +160,12 @@ class EndpointReader:
         assert device is not None, "the caller has chosen a device"
         if request.selects_rows or request.rows is not None:
             return to_device(self._open_rows(info, request), device)
-        parts = parts_to_read(request, info)
-        planned = plan(request, info, parts, [self.routes(info, endpoint, request, device) for endpoint, _ in parts])
+        planned = _plan(info, request, partial(self.routes, device=device))
         readers = _open_all(planned, partial(open_part_on_device, device=device, open_flight=self._open_flight))
         return chain_on_device(device, readers) if readers else to_device(self._chain(info, planned, []), device)
 
     def _open_tensors(self, info: DatasetInfo, request: ReadRequest) -> list[TensorReader]:
-        parts = parts_to_read(request, info)
-        planned = plan(request, info, parts, [self.routes(info, endpoint, request) for endpoint, _ in parts])
+        planned = _plan(info, request, self.routes)
         if any(step.route.is_flight for part in planned.parts for step in part.steps):
             raise WrongKind(f"{info.name!r} can be read by Flight alone, which has no messages for tensors")
         return _open_all(planned, open_part_tensors)
@@ -234,6 +234,11 @@ class EndpointReader:
         """Return the location with this client's parameters of trust. Such parameters of the catalog are removed."""
         parameters = {name: value for name, value in uri.parameters.items() if name not in _CLIENT_PARAMETERS}
         return replace(uri, parameters={**parameters, **self._trust.get(uri.scheme, {})})
+
+
+def _plan(info: DatasetInfo, request: ReadRequest, routes_to: RoutesTo) -> ReadPlan:
+    parts = parts_to_read(request, info)
+    return plan(request, info, parts, [routes_to(info, endpoint, request) for endpoint, _ in parts])
 
 
 def _reachable_routes(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:

@@ -64,7 +64,7 @@ class ClientLeases(ProcessBound):
         Raises:
             TransportError: There is no thread to free them. None of them may be passed on then.
         """
-        if count:
+        if count and self._thread is None:
             self.start()
         self._expected += count
 
@@ -121,16 +121,15 @@ class ClientLeases(ProcessBound):
         self._returns.wake()
 
     def start(self) -> None:
-        """Start the thread, unless it runs. Otherwise, the first leases start it.
+        """Start the thread before there are leases. Otherwise, the first of them starts it.
 
         Raises:
             TransportError: The system has no more threads.
         """
-        if self._thread is None:
-            thread = StreamThread(self, self._run, (), "give back")
-            with interrupts_held():  # else a thread might be started and not recorded, or recorded and not started
-                thread.start()
-                self._thread = thread
+        thread = StreamThread(self, self._run, (), "give back")
+        with interrupts_held():  # else a thread might be started and not recorded, or recorded and not started
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         returned = 0

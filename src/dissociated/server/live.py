@@ -198,7 +198,7 @@ class _Encoding(NamedTuple):
 
     #: The result of `Connection.prepare`.
     encoded: Any
-    #: The messages. As long as this object exists, no other objects have their identities.
+    #: The messages. This object keeps them alive, so that no other object gets the identity of one.
     items: Sequence[LiveMessage]
     #: The number of sequence numbers that the encoding takes.
     sequences: int
