@@ -89,7 +89,8 @@ class Store(ProcessBound):
     ) -> None:
         if (policy is Policy.SPILL) != (spill is not None):
             raise StoreError(
-                "spill and policy disagree: give a directory with the policy spill, and with no other policy"
+                "spill and policy disagree: give a directory (--spill DIR) with the policy spill, and with no other "
+                "policy"
             )
         self._staging_timeout = staging_timeout
         self._lock = threading.RLock()
