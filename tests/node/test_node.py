@@ -42,7 +42,7 @@ from support.nodes import (
     staged,
     table,
 )
-from support.processes import Process, Start, free_port
+from support.processes import HEARTBEAT, Process, Start, free_port
 
 # A single node
 
@@ -398,7 +398,7 @@ def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(
     listen = f"grpc://127.0.0.1:{free_port()}"
     catalog_arguments = ("catalog", "--db", tmp_path / "db", "--listen", listen, "--retain", "0.001")
     catalog = start(*catalog_arguments)
-    a, b = (start("node", "--store", memory / n, "--catalog", listen, "--heartbeat", "1") for n in "ab")
+    a, b = (start("node", "--store", memory / n, "--catalog", listen, "--heartbeat", HEARTBEAT) for n in "ab")
     with dis.connect(listen) as client:
         client.commit(commit_of("d", [write(a.uri, "old", 0)], SCHEMA, key="old"))
     parts = [write(a.uri, "1", 1), write(b.uri, "2", 2)]
@@ -429,7 +429,7 @@ def test_a_commit_that_stood_half_way_can_come_again_with_other_segments(
     listen = f"grpc://127.0.0.1:{free_port()}"
     catalog_arguments = ("catalog", "--db", tmp_path / "db", "--listen", listen)
     catalog = start(*catalog_arguments)
-    a, b = (start("node", "--store", memory / n, "--catalog", listen, "--heartbeat", "1") for n in "ab")
+    a, b = (start("node", "--store", memory / n, "--catalog", listen, "--heartbeat", HEARTBEAT) for n in "ab")
 
     def commit(parts: list[StagedSegment]) -> None:
         with dis.connect(listen) as client:
@@ -486,7 +486,7 @@ def test_a_commit_with_a_node_that_is_stopped_fails_soon_and_holds_up_no_other(
 def test_a_catalog_that_lost_its_database_learns_from_the_nodes(memory: Path, tmp_path: Path, start: Start) -> None:
     listen = f"grpc://127.0.0.1:{free_port()}"
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", listen)
-    start("node", "--store", memory / "a", "--catalog", listen, "--heartbeat", "1")
+    start("node", "--store", memory / "a", "--catalog", listen, "--heartbeat", HEARTBEAT)
     put(listen, "d", table(1, 2))
     put(listen, "d", table(1, 2, 3))
     manifests = memory / "a" / "segments"

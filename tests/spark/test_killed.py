@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import pytest
 import dissociated as dis
 from dissociated.spark import java_home
 from support.helpers import PATIENCE, wait_until
-from support.processes import Fork, Start, free_port, kill_group
+from support.processes import HEARTBEAT, Fork, Start, free_port, kill_group
 
 from .test_streaming import numbers, put, run, staged, stream, wait_for
 
@@ -78,7 +79,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_query_goes_on(
     check, gate = tmp_path / "check", tmp_path / "gate"
     os.mkfifo(gate)
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", f"grpc://127.0.0.1:{free_port()}")
-    start("node", "--store", store, "--catalog", catalog.uri, "--heartbeat", "1")
+    start("node", "--store", store, "--catalog", catalog.uri, "--heartbeat", HEARTBEAT)
     other = start("node", "--store", forgetful, "--forget", "2", "--heartbeat", "0.1")
     put(catalog.uri, "in", range(50_000))
     seen: set[tuple[str, str]] = set()
@@ -98,10 +99,11 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_query_goes_on(
         gate.open("w").close()
         wait_for(store, ".arrows")
         driver.kill()
+    resumed = time.time()
     catalog.signal(signal.SIGCONT)
     with dis.connect(catalog.uri) as client:
         assert [info.name for info in client.list()] == ["in"]
-        wait_until(lambda: any(node["alive"] for node in client.nodes()), "the node has been heard of again")
+        wait_until(lambda: any(node["seen"] > resumed for node in client.nodes()), "the node was heard again")
     assert len(staged(store)) == 1
     put(catalog.uri, "in", range(50_000, 50_003))
     # The batch of the killed driver, and a new one.

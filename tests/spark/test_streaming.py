@@ -24,7 +24,7 @@ from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from dissociated.uri import Uri
 from support.helpers import connections_left, wait_until
-from support.processes import Process, Start, free_port
+from support.processes import HEARTBEAT, Process, Start, free_port
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -173,7 +173,7 @@ def test_a_catalog_killed_before_the_commit_and_started_again(
         yield from batches
         gate.read_text()  # blocks until the gate is opened for writing
 
-    start("node", "--store", store, "--catalog", outer.uri, "--heartbeat", "1")
+    start("node", "--store", store, "--catalog", outer.uri, "--heartbeat", HEARTBEAT)
     put(outer.uri, "in", range(50_000))
     df = stream(spark, outer.uri, "in").mapInArrow(gated, "id long")
     query = started(df, outer.uri, "out", tmp_path / "check")

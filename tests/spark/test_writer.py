@@ -31,7 +31,7 @@ from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.store import Store
 from support.certificates import Certificates
 from support.helpers import PATIENCE, wait_until
-from support.processes import Start, free_port
+from support.processes import HEARTBEAT, Start, free_port
 
 SCHEMA = pa.schema({"id": pa.int64()})
 
@@ -304,7 +304,7 @@ def test_a_catalog_that_is_killed_is_waited_for_by_tasks_the_abort_and_the_commi
 ) -> None:
     arguments = ("catalog", "--db", memory / "db", "--listen", f"grpc://127.0.0.1:{free_port()}")
     catalog = start(*arguments)
-    start("node", "--store", on_host("one"), "--catalog", catalog.uri, "--heartbeat", "0.5")
+    start("node", "--store", on_host("one"), "--catalog", catalog.uri, "--heartbeat", HEARTBEAT)
     writer, failed = writing(catalog.uri), writing(catalog.uri)
     message = run(writer, 1, 2)
     for doing in (

@@ -26,6 +26,9 @@ import dissociated as dis
 from support.forks import parent
 from support.helpers import PATIENCE, Child, files_below
 
+#: Seconds between two heartbeats of a node that stays alive during its test. A busy machine may delay three of 1 s.
+HEARTBEAT = "3"
+
 
 class Fork(Child):
     """A Python process that is forked from a process with the library already loaded. See forks.py.
