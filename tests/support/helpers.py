@@ -6,6 +6,7 @@ import base64
 import gc
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -165,6 +166,9 @@ def written_forms(secret: bytes) -> set[str]:
     return plain | {quote(encoded, safe=""), quote(secret, safe="")}
 
 
+_CLOSING = 5.0  # seconds that threads of C++, such as gRPC's, may take to close a descriptor
+
+
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
     """Fail if the block leaves a new thread or descriptor behind."""
@@ -178,9 +182,23 @@ def leaving_nothing() -> Iterator[None]:
     if any(left()):  # Collect only if something is left: doing so after each test takes a tenth of the run.
         gc.collect()
         _join(left()[0])
+        end = monotonic() + _CLOSING
+        while left()[1] and monotonic() < end:
+            sleep(0.01)
     left_threads, left_descriptors = left()
     assert not left_threads, "threads are left behind"
-    assert not left_descriptors, f"descriptors are left behind: {left_descriptors}"
+    assert not left_descriptors, f"descriptors are left behind: {_described(left_descriptors)}"
+
+
+def _described(targets: dict[int, str]) -> dict[int, str]:
+    """Add the addresses of sockets to the targets of descriptors."""
+    described = {}
+    for number, target in targets.items():
+        described[number] = target
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+            described[number] += f" {copy.family.name} of {copy.getsockname()!r}"
+            described[number] += f" to {copy.getpeername()!r}"
+    return described
 
 
 class Interruption:
