@@ -34,9 +34,9 @@ std::string read(FILE *server, size_t size) {
 // Store a message by the kind of its frame: 1 UNTAGGED, 2 TAGGED, 4 ABORT, 5 RUN.
 void take(uint64_t kind, uint64_t tag, const std::string &data) {
     if (kind == 1 && data.at(0) == 1) headers[uint32_t(u64(data, 1))] = data.substr(5);
-    else if (kind == 1) count = uint32_t(u64(data, 1));
+    else if (kind == 1 && data.size() == 5 && data[0] == 0) count = uint32_t(u64(data, 1));
     else if (kind == 2 && tag >> 32 == 0) bodies[uint32_t(tag)] = data;
-    else if (kind != 5) throw std::runtime_error(kind == 4 ? data.c_str() : "a frame of another kind");
+    else if (kind != 5) throw std::runtime_error(kind == 4 ? data.c_str() : "a message of another kind");
     else for (uint64_t n = u64(data, 0), u = u64(data, 8), t = u64(data, 16), at = 24 + 8 * n, i = 0; i < n; i++)
         take(1, 0, data.substr(at + i * u, u)), take(2, u64(data, 24 + 8 * i), data.substr(at + ((n * u + 7) & ~7ull) + i * t, t));
 }

@@ -22,7 +22,7 @@ function bodyLength(header) {
 // Store a message by the kind of its frame: 1 UNTAGGED, 2 TAGGED, 4 ABORT, 5 RUN.
 function take(kind, tag, payload) {
   if (kind === 1 && payload[0] === 1) headers.set(payload.readUInt32LE(1), payload.subarray(5));
-  else if (kind === 1) count = payload.readUInt32LE(1);
+  else if (kind === 1 && payload.length === 5 && payload[0] === 0) count = payload.readUInt32LE(1);
   else if (kind === 2 && tag >> 32n === 0n) bodies.set(Number(tag & 0xffffffffn), payload);
   else if (kind === 5) {
     const [n, u, t] = [0, 8, 16].map((at) => Number(payload.readBigUInt64LE(at)));

@@ -151,6 +151,18 @@ def test_the_c_library_names_the_rule_that_a_server_breaks(name: str, scheme: st
     assert done.stderr.decode().partition(":")[0] == vector.plain["broken_rule"]
 
 
+@pytest.mark.parametrize("language", ["cc", "mjs"])
+@pytest.mark.parametrize(
+    "rule", ["metadata-prefix", "end-length", "body-length", "tag-kind", "preamble", "stream-whole"]
+)
+def test_a_stream_that_a_peer_refuses_is_not_whole(language: str, rule: str, built: Path, tmp_path: Path) -> None:
+    vector = Vector(f"invalid-{rule}")
+    with replayed(vector, "tcp", tmp_path) as (uri, _):
+        done = read(reader(language, built), uri, vector.ticket)
+    assert done.returncode == 1
+    assert not done.stdout.endswith(b"\xff\xff\xff\xff\0\0\0\0")
+
+
 @pytest.mark.parametrize("name", ABORTED)
 def test_the_c_library_reads_up_to_an_abort(name: str, built: Path, tmp_path: Path) -> None:
     vector = Vector(name)
