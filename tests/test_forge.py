@@ -67,6 +67,17 @@ def test_the_same_pythons_are_tested_and_named() -> None:
             assert sorted(re.findall(r"3\.(\d+)", some)) == minors
 
 
+def test_every_bridge_has_an_extra_and_an_example() -> None:
+    extras = PROJECT["optional-dependencies"]
+    bridges = re.findall(r"`pip install 'dissociated\[(\w+)\]'`", (ROOT / "docs/bridges.md").read_text())
+    assert len(bridges) > 5
+    assert [name for name in bridges if name not in extras] == []
+    assert extras["bridges"] == [f"dissociated[{','.join(sorted(bridges))}]"]
+    assert sorted(path.stem for path in (ROOT / "examples/bridges").glob("with_*.py")) == sorted(
+        f"with_{name}" for name in bridges
+    )
+
+
 def test_one_version_everywhere(tmp_path: Path) -> None:
     (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert CONFIGURATION["tool"]["hatch"]["version"]["fallback-version"] == cited

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -26,7 +27,7 @@ from support.pods import Container, Manifest, Network
 ROOT = Path(__file__).resolve().parents[1]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 RUNNING = (ROOT / "docs" / "running.md").read_text()
-#: Kinds of projects other than Kubernetes, whose schemas no package has.
+#: Kinds of projects other than Kubernetes, of which `kubernetes_validate` has no schemas.
 FOREIGN = ("Kustomization", "PodMonitor")
 TABLE = pa.table({"n": [1, 2, 3]})
 USER = 1000
@@ -67,10 +68,47 @@ def test_a_manifest_follows_the_schema(path: Path) -> None:
                 kubernetes_validate.validate(one, version, strict=True)
 
 
-def test_the_kustomization_can_be_built() -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("there is no kubectl on this machine")
-    built = subprocess.run(["kubectl", "kustomize", KUBERNETES], capture_output=True, text=True, timeout=60, check=True)
+def lost(given: Any, printed: Any, path: str = "") -> Iterator[str]:
+    """Yield the path of each value in `given` that is not in `printed`."""
+    match given, printed:
+        case {**given}, {**printed}:
+            for name, value in given.items():
+                yield from lost(value, printed.get(name), f"{path}.{name}")
+        case [*given], [*printed] if len(given) == len(printed):
+            for index, pair in enumerate(zip(given, printed, strict=True)):
+                yield from lost(*pair, f"{path}[{index}]")
+        case _:
+            if given != printed:
+                yield path
+
+
+@pytest.fixture
+def kubectl() -> str:
+    return shutil.which("kubectl") or pytest.skip("there is no kubectl on this machine")
+
+
+@pytest.mark.parametrize("path", sorted(KUBERNETES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_kubectl_knows_every_field_of_pods_and_services(path: Path, kubectl: str) -> None:
+    """A local dry run of `kubectl set` reads the manifest into kubectl's types, which drop unknown fields."""
+    for one in manifests(path):
+        if one["kind"] in ("StatefulSet", "DaemonSet", "Job", "Pod", "Service"):
+            one["spec"]["unknown"] = True
+            change = ["selector", "app=other"] if one["kind"] == "Service" else ["image", "*=other"]
+            printed = subprocess.run(
+                [kubectl, "set", *change, "--local", "--dry-run=client", "--filename=-", "--output=json"],
+                input=json.dumps(one),
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=True,
+            )
+            missing = lost(one, json.loads(printed.stdout))
+            changed = (".image", ".selector.app")
+            assert [path for path in missing if not path.endswith(changed)] == [".spec.unknown"]
+
+
+def test_the_kustomization_can_be_built(kubectl: str) -> None:
+    built = subprocess.run([kubectl, "kustomize", KUBERNETES], capture_output=True, text=True, timeout=60, check=True)
     kinds = set()
     for one in yaml.safe_load_all(built.stdout):
         kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)

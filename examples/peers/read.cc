@@ -10,8 +10,9 @@
 #include <map>
 #include <stdexcept>
 
-std::map<uint32_t, std::string> headers, bodies;
+uint32_t next = 0;           // the message to write next. Numbers are modulo 2^32
 uint64_t count = UINT64_MAX; // the messages of the stream, known at its end
+std::map<uint32_t, std::string> headers, bodies{{next, ""}}; // the schema comes first, and has no body
 
 std::string bytes(uint64_t value) { return {reinterpret_cast<char *>(&value), 8}; }
 std::string padded(std::string data) { return data.append(-data.size() & 7, '\0'); }
@@ -33,9 +34,9 @@ std::string read(FILE *server, size_t size) {
 // Store a message by the kind of its frame: 1 UNTAGGED, 2 TAGGED, 4 ABORT, 5 RUN.
 void take(uint64_t kind, uint64_t tag, const std::string &data) {
     if (kind == 1 && data.at(0) == 1) headers[uint32_t(u64(data, 1))] = data.substr(5);
-    else if (kind == 1) count = uint32_t(u64(data, 1));
+    else if (kind == 1 && data.size() == 5 && data[0] == 0) count = uint32_t(u64(data, 1));
     else if (kind == 2 && tag >> 32 == 0) bodies[uint32_t(tag)] = data;
-    else if (kind != 5) throw std::runtime_error(kind == 4 ? data.c_str() : "a frame of another kind");
+    else if (kind != 5) throw std::runtime_error(kind == 4 ? data.c_str() : "a message of another kind");
     else for (uint64_t n = u64(data, 0), u = u64(data, 8), t = u64(data, 16), at = 24 + 8 * n, i = 0; i < n; i++)
         take(1, 0, data.substr(at + i * u, u)), take(2, u64(data, 24 + 8 * i), data.substr(at + ((n * u + 7) & ~7ull) + i * t, t));
 }
@@ -53,11 +54,11 @@ int main(int, char **arguments) try {
     uint64_t want_data = std::stoull(uri.substr(uri.find("want_data=") + 10));
     std::string request = preamble + bytes(ticket.size() | 2ull << 56) + bytes(want_data) + padded(ticket);
     if (send(fileno(server), request.data(), request.size(), 0) < 0 || read(server, 8) != preamble) throw std::runtime_error("preamble");
-    for (uint64_t message = 0; uint32_t(message) != count;)
-        if (uint32_t next = message; headers.count(next) && (message == 0 || bodies.count(next))) {
+    while (next != count)
+        if (headers.count(next) && bodies.count(next)) {
             if (bodies[next].size() != body_length(headers[next])) throw std::runtime_error("body-length");
             std::cout << bytes(0xffffffff | padded(headers[next]).size() << 32) << padded(headers[next]) << bodies[next];
-            headers.erase(next), bodies.erase(next), message++;
+            headers.erase(next), bodies.erase(next), next++;
         } else {
             uint64_t word = u64(read(server, 8), 0), tag = u64(read(server, 8), 0), length = word << 8 >> 8;
             take(word >> 56, tag, read(server, (length + 7) & ~7ull).substr(0, length));

@@ -6,8 +6,9 @@ import { connect } from "node:net";
 const [uri, ticket] = process.argv.slice(2);
 const location = new URL(uri);
 const preamble = Buffer.from("DISSOC\0\x01");
-const [headers, bodies] = [new Map(), new Map()];
-let [received, greeted, next, count] = [Buffer.alloc(0), false, 0, undefined];
+let next = 0; // the message to write next. Numbers are modulo 2^32
+let [received, greeted, count] = [Buffer.alloc(0), false, undefined];
+const [headers, bodies] = [new Map(), new Map([[next, Buffer.alloc(0)]])]; // the schema comes first, and has no body
 
 const padding = (data) => Buffer.alloc(-data.length & 7);
 
@@ -21,7 +22,7 @@ function bodyLength(header) {
 // Store a message by the kind of its frame: 1 UNTAGGED, 2 TAGGED, 4 ABORT, 5 RUN.
 function take(kind, tag, payload) {
   if (kind === 1 && payload[0] === 1) headers.set(payload.readUInt32LE(1), payload.subarray(5));
-  else if (kind === 1) count = payload.readUInt32LE(1);
+  else if (kind === 1 && payload.length === 5 && payload[0] === 0) count = payload.readUInt32LE(1);
   else if (kind === 2 && tag >> 32n === 0n) bodies.set(Number(tag & 0xffffffffn), payload);
   else if (kind === 5) {
     const [n, u, t] = [0, 8, 16].map((at) => Number(payload.readBigUInt64LE(at)));
@@ -51,14 +52,14 @@ for await (const chunk of socket) {
     take(received[7], received.readBigUInt64LE(8), received.subarray(16, 16 + length));
     received = received.subarray(end);
   }
-  for (let number; headers.has(number = next >>> 0) && (next === 0 || bodies.has(number)); next++) {
-    const header = headers.get(number), body = bodies.get(number) ?? Buffer.alloc(0), prefix = Buffer.alloc(8, 0xff);
-    headers.delete(number), bodies.delete(number);
+  for (; headers.has(next) && bodies.has(next); next = next + 1 >>> 0) {
+    const header = headers.get(next), body = bodies.get(next), prefix = Buffer.alloc(8, 0xff);
+    headers.delete(next), bodies.delete(next);
     if (body.length !== bodyLength(header)) throw new Error(`body-length: ${body.length} bytes of message ${next}`);
     prefix.writeUInt32LE(header.length + padding(header).length, 4);
     process.stdout.write(Buffer.concat([prefix, header, padding(header), body]));
   }
-  if (next >>> 0 === count) break;
+  if (next === count) break;
 }
-if (next >>> 0 !== count) throw new Error(`stream-whole: message ${next} is missing`);
+if (next !== count) throw new Error(`stream-whole: message ${next} is missing`);
 process.stdout.write(Buffer.from("ffffffff00000000", "hex"));

@@ -73,7 +73,8 @@ class Block:
     @property
     def is_spark(self) -> bool:
         """Return whether the block needs a Spark session."""
-        return self.language == "python" and (self.page.stem == "spark" or '.format("dissociated")' in self.code)
+        uses = '.format("dissociated")' in self.code or "from dissociated.spark " in self.code
+        return self.language == "python" and (self.page.stem == "spark" or uses)
 
 
 def blocks(page: Path) -> list[Block]:

@@ -113,14 +113,14 @@ class Versions:
 
     def check_not_lost(self, name: str) -> None:
         """Raise CatalogError if the rows to append to are lost: the new rows alone would become the dataset."""
-        lost = self._tables.all(
-            "SELECT published FROM numbers WHERE name = ?1 AND lost"
-            " AND NOT EXISTS (SELECT 1 FROM versions WHERE name = ?1 AND replaced IS NULL)",
-            name,
-        )
+        lost = self._tables.run(
+            "SELECT published FROM numbers WHERE name = :name AND lost"
+            " AND NOT EXISTS (SELECT 1 FROM versions WHERE name = :name AND replaced IS NULL)",
+            {"name": name},
+        ).fetchone()
         if lost:
             raise CatalogError(
-                f"{name!r} cannot be appended to: version {lost[0]['published']} was evicted, or lost with its node, "
+                f"{name!r} cannot be appended to: version {lost['published']} was evicted, or lost with its node, "
                 "so the new rows alone would become the dataset; put all rows again, with the mode overwrite"
             )
 
@@ -200,14 +200,13 @@ class Versions:
         current = self._tables.all("SELECT origin FROM versions WHERE name = ? AND replaced IS NULL", version.name)
         committed_here = bool(current) and current[0]["origin"] == Origin.COMMITTED
         foreign = committed_here and version.catalog != self._tables.id
-        later = self._tables.all(
-            "SELECT published, lost AND published > ?2 AND NOT EXISTS"
-            " (SELECT 1 FROM versions WHERE name = ?1 AND (replaced IS NULL OR number >= ?2)) AS is_last_left"
-            " FROM numbers WHERE name = ?1 AND published >= ?2",
-            version.name,
-            version.number,
-        )
-        if not version.number or foreign or (later and not later[0]["is_last_left"]):
+        later = self._tables.run(
+            "SELECT published, lost AND published > :number AND NOT EXISTS"
+            " (SELECT 1 FROM versions WHERE name = :name AND (replaced IS NULL OR number >= :number)) AS is_last_left"
+            " FROM numbers WHERE name = :name AND published >= :number",
+            {"name": version.name, "number": version.number},
+        ).fetchone()
+        if not version.number or foreign or (later and not later["is_last_left"]):
             _log.warning(
                 "a version in a store is not shown, since it has no number, or later ones are known: "
                 "dataset=%r version=%d node=%s part=%s",
@@ -219,7 +218,7 @@ class Versions:
             return
         self.publish(version, origin=Origin.FOUND)
         if later:
-            self._hide_found(version.name, later[0]["published"])
+            self._hide_found(version.name, later["published"])
 
     def publish(self, version: Version, append: bool = False, origin: Origin = Origin.COMMITTED) -> int:
         """Publish a version, which has a number.
@@ -248,8 +247,9 @@ class Versions:
             rows, nbytes = sum_known((previous.rows, rows)), sum_known((previous.nbytes, nbytes))
             tags, ttl = previous.merged_options(tags, ttl)
         self._tables.run(
-            "UPDATE versions SET replaced = min(?2, ?3) WHERE name = ?1 AND (replaced IS NULL OR replaced > ?3)",
-            (name, created, self.now),
+            "UPDATE versions SET replaced = min(:created, :now)"
+            " WHERE name = :name AND (replaced IS NULL OR replaced > :now)",
+            {"name": name, "created": created, "now": self.now},
         )
         self._retire_tickets(version.parts)
         id = self._tables.run(
