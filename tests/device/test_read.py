@@ -165,6 +165,29 @@ def test_what_nobody_takes_out_of_its_capsule_is_released(client: dis.Client, de
     del capsules
 
 
+def test_a_library_that_refuses_a_device_raises_its_own_error(client: dis.Client, device: Device) -> None:
+    """It deletes what it was given while its error is raised."""
+    batch = client.read_on_device("numbers", device).read_next_batch()
+    for options in ({}, {"max_version": (1, 0)}):
+        with case(options), pytest.raises(RuntimeError, match=r"^Unsupported device in DLTensor"):
+            np.from_dlpack(_Exported(batch["n"], options))
+    with pytest.raises(KeyError, match=r"^.?Device type .*not registered"):
+        pa.record_batch(batch)
+
+
+class _Exported:
+    """A column that is exported with these options, whatever the consumer asks for."""
+
+    def __init__(self, column: DeviceColumn, options: dict[str, Any]) -> None:
+        self._column, self._options = column, options
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._column.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._column.__dlpack__(**self._options)
+
+
 def test_a_stream_for_other_libraries(client: dis.Client, device: Device) -> None:
     reader = client.read_on_device("numbers", device)
     stream = consumer.TakenStream(reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,8 +35,11 @@ def test_numbers_are_gathered_from_any_address(shift: int, matrices: dict[str, l
     batches, start = [], 0
     for length in LENGTHS:
         part = table.slice(start, length)
-        # One column of one batch is moved, so that its neighbours are not.
-        batches.append(part.set_column(0, "n", shifted(pa.concat_arrays([part["n"]]), shift if start == 5 else 0)))
+        # Columns of one batch are moved, so that their neighbours are not.
+        for at, name in enumerate(["n", "x"]):
+            moved = shifted(pa.concat_arrays([part[name]]), shift if start == 5 else 0)
+            part = part.set_column(at, name, moved)
+        batches.append(part)
         start += length
     batch = Gatherer(batches, ArrayColumns(table.schema, matrices=matrices)).take(ROWS)
     found = {"n": batch["matrix"][:, 0], "x": batch["matrix"][:, 1]} if matrices else batch
@@ -45,11 +49,15 @@ def test_numbers_are_gathered_from_any_address(shift: int, matrices: dict[str, l
 
 
 def test_columns_with_nulls_are_gathered_together_whatever_bit_their_validity_begins_with() -> None:
-    types = {"a": pa.int32(), "b": pa.float64(), "c": pa.int32(), "d": pa.float64(), "e": pa.bool_()}
-    values = {name: [None if (row + at) % 3 == 0 else row + at for row in range(15)] for at, name in enumerate(types)}
-    values["e"] = [None if row % 4 == 0 else row % 2 == 0 for row in range(15)]
+    types = {"a": pa.int32(), "b": pa.float64(), "c": pa.int32(), "d": pa.float64()}
+    types |= dict.fromkeys("efgh", pa.bool_())
+    values: dict[str, list[Any]] = {
+        name: [None if (row + at) % 3 == 0 else row + at for row in range(15)] for at, name in enumerate(types)
+    }
+    values["e"], values["f"] = ([None if row % by == 0 else row % 2 == 0 for row in range(15)] for by in (4, 3))
+    values["g"], values["h"] = ([row % by == 0 for row in range(15)] for by in (2, 3))
     table = pa.record_batch({name: pa.array(values[name], type_) for name, type_ in types.items()})
-    fill = {"a": 100, "b": 0.5, "c": -7, "d": 0.25, "e": True}
+    fill = {"a": 100, "b": 0.5, "c": -7, "d": 0.25, "e": True, "f": False}
     columns = ArrayColumns(table.schema, matrices={"matrix": [*types]}, fill=fill, mask=["a"])
     batches = [table.slice(2, 3), table.slice(5, 1), table.slice(6, 9)]  # only one begins with a byte's first bit
     batches[2] = pa.RecordBatch.from_arrays(
@@ -61,3 +69,16 @@ def test_columns_with_nulls_are_gathered_together_whatever_bit_their_validity_be
     ]
     assert batch["matrix"].tolist() == expected
     assert batch["a_mask"].tolist() == [values["a"][row + 2] is not None for row in ROWS]
+
+
+def test_the_copies_of_unaligned_columns_are_kept_for_a_matrix() -> None:
+    """If they were freed, the rows would be read from memory that other arrays use by now."""
+    rows = 200_000
+    names = [*"abcd"]
+    arrays = [shifted(pa.array(np.arange(rows) * factor), 1) for factor in range(1, 5)]
+    batch = pa.RecordBatch.from_arrays(arrays, names)
+    gatherer = Gatherer([batch], ArrayColumns(batch.schema, matrices={"matrix": names}))
+    others = [np.full(rows, -1) for _ in range(2 * len(names))]
+    positions = np.arange(0, rows, 1000)
+    assert (gatherer.take(positions)["matrix"] == np.outer(positions, range(1, 5))).all()
+    del others

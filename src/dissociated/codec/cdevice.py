@@ -107,36 +107,6 @@ def keep_alive(thunk: T) -> T:
     return thunk
 
 
-_Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-#: The structs of capsules, by the addresses of the capsules, until these are collected.
-_structs: dict[int, ctypes.Structure] = {}
-
-
-def capsule(struct: ctypes.Structure, name: bytes, destroy: Any) -> Any:
-    """Return a capsule with this name around `struct`.
-
-    `destroy` is called with the address of the capsule when the capsule is destroyed.
-    """
-    result = _new_capsule(ctypes.addressof(struct), name, ctypes.cast(destroy, ctypes.c_void_p))
-    _structs[id(result)] = struct
-    return result
-
-
-def destructor(name: bytes, release: Callable[[Any], None]) -> Any:
-    """Return a destructor for `capsule`. It calls `release` with the struct if the capsule still has this name.
-
-    The destructor keeps `name` alive, to whose characters capsules refer.
-    """
-    take, is_capsule = _structs.pop, _is_capsule
-
-    def destroy(address: int) -> None:
-        struct = take(address)
-        if is_capsule(address, name):  # otherwise a consumer has taken the struct
-            release(struct)
-
-    return keep_alive(_Destructor(destroy))
-
-
 def is_capsule(value: object, name: bytes) -> bool:
     """Return whether `value` is a capsule with this name."""
     return bool(_is_capsule(id(value), name))
@@ -154,11 +124,6 @@ def _release_array(struct: ArrowDeviceArray, address_of: Callable[[Any], int] = 
         struct.array.release(address_of(struct))
 
 
-def _release_stream(struct: _ArrowDeviceArrayStream, address_of: Callable[[Any], int] = ctypes.addressof) -> None:
-    if struct.release:
-        struct.release(address_of(struct))
-
-
 def release_callback(kind: type[ctypes.Structure], remove: Callable[[int, None], object]) -> Any:
     """Return a `release` callback for structs of this kind, which calls `remove` with the `private_data`."""
     at = kind.from_address
@@ -171,10 +136,6 @@ def release_callback(kind: type[ctypes.Structure], remove: Callable[[int, None],
     return keep_alive(_Release(release))
 
 
-_destroy_array = destructor(_DEVICE_ARRAY, _release_array)
-_destroy_stream = destructor(_DEVICE_STREAM, _release_stream)
-
-
 # Export
 
 
@@ -184,18 +145,25 @@ def fill(struct: ArrowDeviceArray, batch: pa.RecordBatch, device: Device, event:
     The event, a pointer, must live as long as the buffers.
     """
     ctypes.memset(ctypes.addressof(struct), 0, ctypes.sizeof(struct))  # the reserved fields, too
-    struct.device_id = device.number
-    struct.device_type = device.type
-    struct.sync_event = event
+    _place(struct, device, event)
     batch._export_to_c(ctypes.addressof(struct))
 
 
+def _place(struct: ArrowDeviceArray, device: Device, event: int | None) -> None:
+    struct.device_id = device.number
+    struct.device_type = device.type
+    struct.sync_event = event
+
+
 def export_array(batch: pa.RecordBatch, device: Device, event: int | None) -> tuple[Any, Any]:
-    """Return the result of `__arrow_c_device_array__` for `batch`. See `fill`."""
-    schema = batch.schema.__arrow_c_schema__()  # first: if it fails, nothing is held yet
-    struct = ArrowDeviceArray()
-    fill(struct, batch, device, event)
-    return schema, capsule(struct, _DEVICE_ARRAY, _destroy_array)
+    """Return the result of `__arrow_c_device_array__` for `batch`. See `fill`.
+
+    The capsules are pyarrow's, which are destroyed in C. A consumer that refuses an array destroys it while its error
+    is raised, and a callback of ctypes would replace that error by a SystemError.
+    """
+    schema, array = batch.__arrow_c_device_array__()
+    _place(ArrowDeviceArray.from_address(pointer(array, _DEVICE_ARRAY)), device, event)
+    return schema, array
 
 
 class OnDevice(ABC):
@@ -288,13 +256,34 @@ _CALLBACKS = keep_alive(
 )
 
 
+#: The structs of capsules of streams, by the addresses of the capsules, until these are collected.
+_structs: dict[int, _ArrowDeviceArrayStream] = {}
+
+
+def _stream_destructor() -> Any:
+    """Return the destructor of a capsule of a stream, which releases the stream unless a consumer has taken it."""
+    name, take, is_capsule, address_of = _DEVICE_STREAM, _structs.pop, _is_capsule, ctypes.addressof
+
+    def destroy(address: int) -> None:
+        struct = take(address)
+        if is_capsule(address, name) and struct.release:
+            struct.release(address_of(struct))
+
+    return keep_alive(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(destroy))
+
+
+_destroy_stream = _stream_destructor()
+
+
 def export_stream(schema: pa.Schema, device: Device, fills: Iterator[Fill]) -> Any:
     """Return the result of `__arrow_c_device_stream__` for batches that `fills` write into structs."""
     stream = _Exported(schema, fills)
     number = ctypes.addressof(stream.text)
     _streams[number] = stream
     struct = _ArrowDeviceArrayStream(device.type, *_CALLBACKS, number)
-    return capsule(struct, _DEVICE_STREAM, _destroy_stream)
+    capsule = _new_capsule(ctypes.addressof(struct), _DEVICE_STREAM, ctypes.cast(_destroy_stream, ctypes.c_void_p))
+    _structs[id(capsule)] = struct
+    return capsule
 
 
 def check_request(requested_schema: object, schema: pa.Schema, options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,7 @@ from dissociated.codec.cdevice import (
     ArrowArray,
     ArrowDeviceArray,
     ImportedArray,
-    capsule,
-    destructor,
     is_capsule,
-    keep_alive,
     pointer,
     release_callback,
 )
@@ -34,7 +31,7 @@ from dissociated.memory.device.registry import open_device
 
 _TENSOR, _VERSIONED = b"dltensor", b"dltensor_versioned"
 _DLPACK_VERSION = 1, 0
-_READ_ONLY, _COPIED = 1, 2  # DLPACK_FLAG_BITMASK_...
+_COPIED = 2  # DLPACK_FLAG_BITMASK_IS_COPIED
 _INT, _UINT, _FLOAT = 0, 1, 2  # DLDataTypeCode
 _NO_SYNCHRONIZATION = -1
 _LEGACY_STREAM = 1
@@ -79,20 +76,12 @@ class _VersionedTensor(ctypes.Structure):
     ]
 
 
-#: The objects that exported tensors need, by the addresses of the tensors.
-_exports: dict[int, object] = {}
-_delete = keep_alive(_Deleter(_exports.pop))  # a C function: Ctrl-C in Python code would leak the memory
+class _Values:
+    """Values in memory that `owner` keeps, described as NumPy expects it. NumPy reads no value to export them."""
 
-
-def _unused(
-    struct: _ManagedTensor | _VersionedTensor,
-    address_of: Callable[[Any], int] = ctypes.addressof,
-    remove: Callable[[int], object] = _exports.pop,
-) -> None:
-    remove(address_of(struct))
-
-
-_destroy = {name: destructor(name, _unused) for name in (_TENSOR, _VERSIONED)}
+    def __init__(self, interface: dict[str, Any], owner: object) -> None:
+        self.__array_interface__ = interface
+        self._owner = owner
 
 
 class DeviceColumn:
@@ -155,21 +144,17 @@ class DeviceColumn:
             event.synchronize()  # the consumer cannot wait for the copy
         elif event is not None and stream != _NO_SYNCHRONIZATION:
             self.device.wait_on(_LEGACY_STREAM if stream is None else stream, event)
-        dimensions = self._shape(words)
-        shape = (ctypes.c_int64 * len(dimensions))(*dimensions)
-        steps = [math.prod(dimensions[number + 1 :]) for number in range(len(dimensions))]
-        strides = (ctypes.c_int64 * len(dimensions))(*steps)
-        kind, number = self.__dlpack_device__()
-        tensor = _Tensor(address, kind, number, len(dimensions), code, bits, 1, shape, strides, 0)
-        struct: _ManagedTensor | _VersionedTensor
-        if versioned:
-            flags = (_READ_ONLY if read_only else 0) | (_COPIED if copy else 0)
-            struct = _VersionedTensor(*_DLPACK_VERSION, None, _delete, flags, tensor)
-        else:
-            struct = _ManagedTensor(tensor, None, _delete)
-        _exports[ctypes.addressof(struct)] = struct, shape, strides, owner
-        name = _VERSIONED if versioned else _TENSOR
-        return capsule(struct, name, _destroy[name])
+        interface = {"shape": self._shape(words), "typestr": _typestr(code, bits), "data": (address, read_only)}
+        # NumPy's capsules are deleted in C. A consumer deletes them while its error is raised if it refuses them, and a
+        # callback of ctypes would replace that error by a SystemError.
+        array = np.asarray(_Values({**interface, "version": 3}, owner))
+        exported = array.__dlpack__(max_version=_DLPACK_VERSION if versioned else None)
+        struct = _managed(exported)
+        if copy and isinstance(struct, _VersionedTensor):
+            struct.flags |= _COPIED
+        tensor = struct.tensor
+        tensor.data, (tensor.device_type, tensor.device_id) = address, self.__dlpack_device__()
+        return exported
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -193,7 +178,7 @@ class DeviceColumn:
             self._event.synchronize()
         return {
             "shape": self._shape(words),
-            "typestr": f"<{'iuf'[code]}{bits // 8}",
+            "typestr": _typestr(code, bits),
             "data": (address, self._shared),
             "version": 3,
             "strides": None,
@@ -282,6 +267,18 @@ class DeviceColumn:
         return f"<DeviceColumn of {len(self)} {self.type} on {self.device.name}>"
 
 
+def _typestr(code: int, bits: int) -> str:
+    """Return the type of values in the notation of NumPy's array interface."""
+    return f"<{'iuf'[code]}{bits // 8}"
+
+
+def _managed(capsule: object) -> _ManagedTensor | _VersionedTensor:
+    """Return the struct in a capsule, which still owns it. Raises SourceError for any other object."""
+    if is_capsule(capsule, _VERSIONED):
+        return _VersionedTensor.from_address(pointer(capsule, _VERSIONED))
+    return _ManagedTensor.from_address(pointer(capsule, _TENSOR))
+
+
 # Import
 
 
@@ -355,10 +352,7 @@ def _capsule(column: Any, stream: int | None) -> Any:
 
 def _tensor(name: str, capsule: Any) -> _Tensor:
     """Return the tensor in a capsule, which still owns it."""
-    if is_capsule(capsule, _VERSIONED):
-        tensor = _VersionedTensor.from_address(pointer(capsule, _VERSIONED)).tensor
-    else:
-        tensor = _ManagedTensor.from_address(pointer(capsule, _TENSOR)).tensor
+    tensor = _managed(capsule).tensor
     flat = tensor.ndim == 1 and tensor.lanes == 1 and (not tensor.strides or tensor.strides[0] == 1)
     if not flat or (tensor.code, tensor.bits) not in _ARROW_TYPES:
         raise SourceError(f"column {name!r} is not a contiguous, one-dimensional array of integers or floats")

@@ -69,13 +69,14 @@ class Consumer:
         waiting = self.waiting
         while waiting and count > 0:
             item = waiting[0]
-            size = 0 if maps and item.region is not None else item.nbytes
+            number = item.messages
+            size = 0 if maps and item.region is not None else number * item.parsed.body_length
             if messages and size > nbytes:
                 break
             messages.append(waiting.popleft())
-            count -= item.messages
+            count -= number
             nbytes -= size
-            self.queued -= item.queued * item.messages
+            self.queued -= item.queued * number
             self.droppable -= item.droppable
         self.idle = not messages
         if messages:

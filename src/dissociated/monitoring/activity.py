@@ -119,7 +119,11 @@ class ConnectionStats:
     def add_sent(self, connection: Connection, nbytes: int) -> None:
         """Count `nbytes` bytes of bodies that were passed on to be sent. The medium may still have to send them."""
         sent_bytes, _, _, pending = self._transfer
-        self._count(connection, sent_bytes + pending + nbytes, pending + nbytes)
+        unknown = pending + nbytes
+        if connection.backlog:
+            self._count(connection, sent_bytes + unknown, unknown)
+        else:
+            self._transfer = sent_bytes + unknown, None, 0, 0
 
     def _count(self, connection: Connection, whole: int, unknown: int) -> None:
         """Count `whole` bytes in all. The medium may still have to send up to `unknown` of them."""

@@ -29,6 +29,7 @@ from dissociated.server.sending import ClientRequest, Sending
 _MAX_WAIT = 3600.0  # seconds; this long only because new messages and frees wake the thread that waits
 _MIN_UNREAD_WAIT, _MAX_UNREAD_WAIT = 0.001, 0.016  # seconds between looks at whether the client has read everything
 _FREES_INTERVAL = 0.002  # seconds between two looks for frees, unless the source waits for memory
+_MAX_AT_ONCE = 1 << 16  # bytes outside of shared memory that are sent without waiting: a socket's buffer takes these
 _ROOM_TIMEOUT = 1.0  # seconds that a client has to free memory before bodies are sent inline
 
 
@@ -304,7 +305,9 @@ class BroadcastSending(_LiveMemorySending):
         """Send the waiting messages without waiting. Return False if something remains for the connection's thread."""
         consumer, connection = self._consumer, self._connection
         assert consumer is not None
-        if self._error is not None or connection.backlog or any(map(self._may_wait, consumer.waiting)):
+        if self._error is not None or connection.backlog or consumer.queued > _MAX_AT_ONCE:
+            return False
+        if any(map(self._may_wait, consumer.waiting)):
             return False
         if self._dataset.live.policy != "block" and connection.unread:
             return False
@@ -313,10 +316,9 @@ class BroadcastSending(_LiveMemorySending):
         return consumer.idle and not connection.backlog
 
     def _may_wait(self, item: LiveMessage) -> bool:
-        """Return whether sending `item` may have to wait: a region must be shared before, or the body is large."""
-        if item.region is None:
-            return item.nbytes > SMALL_BODY
-        return not self._goes_by_address(item) or item.region.base not in self._shared
+        """Return whether sending `item` may have to wait: a region must be shared before, or a large body is sent."""
+        region = item.region
+        return region is not None and (region.base not in self._shared or not self._goes_by_address(item))
 
     def _finish_delivery(self) -> None:
         """Do the rest of a send in the pump's thread: raise its error, or send what the connection did not take."""
@@ -398,7 +400,9 @@ class BroadcastSending(_LiveMemorySending):
                 unsent = None
             raise
         finally:
-            self._fanout.free(consumer, all_addresses(items) if unsent is None else unsent)
+            freed = all_addresses(items) if unsent is None else unsent
+            if freed:
+                self._fanout.free(consumer, freed)
 
     def _encode_once(self, consumer: Consumer, items: Sequence[LiveMessage], encodings: Encodings | None) -> _Encoding:
         """Encode `items` at this place of the stream, or return their encoding if another client was sent the same."""

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dissociated.base.display import missing
-from dissociated.base.once import once
 from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import OptionError
 from dissociated.training.sampling import Sampling
@@ -83,7 +82,6 @@ def _check_names(options: Iterable[str]) -> None:
             raise OptionError(missing("option", name, names))
 
 
-@once
 def _require_torch() -> None:
     try:
         import torch  # noqa: F401

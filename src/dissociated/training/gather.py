@@ -62,8 +62,10 @@ class Gatherer:
     def _matrix(self, name: str) -> _Matrix:
         """Return the source of a matrix."""
         columns = self._columns.matrices[name]
-        sources = [self._source(column, [batch.column(column) for batch in self._batches]) for column in columns]
-        return _Matrix(self._columns.matrix_type(name), sources, self._lengths)
+        sources: list[Any] = []
+        if self._batches:
+            sources = [self._source(column, [batch.column(column) for batch in self._batches]) for column in columns]
+        return _Matrix(self._columns.matrix_type(name), len(columns), sources)
 
     def take(self, rows: Positions) -> dict[str, Column]:
         """Return copies of the rows with these numbers. Raise IndexError if a number is not that of a row."""
@@ -87,27 +89,28 @@ class Gatherer:
 class _Items:
     """Arrays of items of one size, as items of one array over all of their memory.
 
-    `arrays` has the first array, and all arrays whose memory must be kept. All have the strides of the first, and begin
-    at `addresses`.
+    `arrays` has the first array, and all arrays whose memory must be kept. All have the strides of the first, begin at
+    `addresses`, and end at the address `stop` or before.
     """
 
-    def __init__(self, arrays: Sequence[Array], addresses: Positions, lengths: Positions) -> None:
+    def __init__(self, arrays: Sequence[Array], addresses: Positions, stop: int) -> None:
         self._arrays = arrays
         first = arrays[0]
         # If a row has several items: their offsets from its first item.
         self._shape = first.shape[1:]
         self._offsets = np.arange(first[0].size) if self._shape else None
         self._stride = first.strides[0] // first.itemsize  # items from one row to the next
-        self._addresses = addresses
-        self._stop = int((addresses + lengths * first.strides[0]).max())
-        self._all, self._starts = _cover(addresses, self._stop, first.dtype)
+        self._addresses, self._stop = addresses, stop
+        self._all, self._starts = _cover(addresses, stop, first.dtype)
 
     @classmethod
     def of_scalars(cls, first: Array, arrays: Sequence[pa.Array], lengths: Positions) -> Self | None:
         """Return the values of arrays of numbers without an object for each array. None if they are not aligned."""
         width = first.strides[0]
         addresses = np.array([array.buffers()[1].address + width * array.offset for array in arrays], np.int64)
-        return None if (addresses % first.itemsize).any() else cls([first], addresses, lengths)
+        if (addresses % first.itemsize).any():
+            return None
+        return cls([first], addresses, int((addresses + width * lengths).max()))
 
     @classmethod
     def of_arrays(cls, arrays: Sequence[Array], lengths: Positions) -> Self:
@@ -119,17 +122,18 @@ class _Items:
             first = np.concatenate(arrays)
             addresses = _address(first) + (np.cumsum(lengths) - lengths) * first.strides[0]
             arrays = [first]
-        return cls(arrays, addresses, lengths)
+        return cls(arrays, addresses, int((addresses + first.strides[0] * lengths).max()))
 
     @property
     def layout(self) -> object:
-        """A value that is equal for columns that can be joined; None if a row has several items."""
-        return (self._all.dtype, self._stride) if self._offsets is None else None
+        """A value that is equal for columns of scalars that can be joined."""
+        return self._all.dtype, self._stride
 
     @classmethod
-    def join(cls, columns: Sequence[Self], lengths: Positions) -> Self:
-        """Return items whose starts have a row for each of several columns of one layout, which stay in memory."""
-        return cls(columns[0]._arrays, np.array([column._addresses for column in columns]), lengths)
+    def join(cls, columns: Sequence[Self]) -> Self:
+        """Return items whose starts have a row for each of several columns of one layout."""
+        arrays = [array for column in columns for array in column._arrays]
+        return cls(arrays, np.array([column._addresses for column in columns]), max(c._stop for c in columns))
 
     def take(self, batch: Positions, within: Positions) -> Array:
         at = self._starts[batch]
@@ -160,6 +164,8 @@ def _cover(addresses: Positions, stop: int, kind: np.dtype[Any]) -> tuple[Array,
 
 class _Bits:
     """Bits that begin at an offset of each buffer, in bytes of one array over all of their memory."""
+
+    layout = "bits"
 
     def __init__(self, bits: Sequence[tuple[pa.Buffer, int]]) -> None:
         self._buffers = [_aligned(buffer, offset) for buffer, offset in bits]  # keeps the memory that `_all` covers
@@ -213,14 +219,13 @@ class _Filled:
 
     @property
     def layout(self) -> object:
-        """A value that is equal for columns that can be joined; None for columns that cannot."""
-        layout = self._values.layout if isinstance(self._values, _Items) else None
-        return None if layout is None else (layout, "filled")
+        """A value that is equal for columns that can be joined."""
+        return self._values.layout, "filled"
 
     @classmethod
-    def join(cls, columns: Sequence[Self], lengths: Positions) -> Self:
+    def join(cls, columns: Sequence[Self]) -> Self:
         """Return the values of several columns of one layout."""
-        values = _Items.join([column._values for column in columns], lengths)
+        values = type(columns[0]._values).join([column._values for column in columns])
         fills = np.array([[column._fill] for column in columns])
         return cls(values, _Bits.join([column._validity for column in columns]), fills)
 
@@ -237,27 +242,20 @@ class _Filled:
 
 
 class _Matrix:
-    """Columns that are packed into a matrix. Columns of one layout are joined, and read together."""
+    """The sources of numbers that are packed into a matrix. Those of one layout are joined, and read together."""
 
-    def __init__(self, kind: np.dtype[Any], sources: Sequence[Any], lengths: Positions) -> None:
-        self._kind, self._width = kind, len(sources)
-        self._single: list[tuple[int, Any]] = []
-        self._joined: list[tuple[list[int], _Items | _Filled]] = []
+    def __init__(self, kind: np.dtype[Any], width: int, sources: Sequence[Any]) -> None:
+        self._kind, self._width = kind, width
+        self._joined: list[tuple[list[int], Any]] = []
         places: dict[object, list[int]] = {}
         for at, source in enumerate(sources):
-            layout = source.layout if isinstance(source, _Items | _Filled) else None
-            if layout is None:
-                self._single.append((at, source))
-            else:
-                places.setdefault(layout, []).append(at)
+            places.setdefault(source.layout, []).append(at)
         for together in places.values():
             columns = [sources[at] for at in together]
-            self._joined.append((together, type(columns[0]).join(columns, lengths)))
+            self._joined.append((together, type(columns[0]).join(columns)))
 
     def take(self, batch: Positions, within: Positions) -> Array:
         matrix = np.empty((self._width, len(batch)), self._kind)
-        for at, source in self._single:
-            matrix[at] = source.take(batch, within)
         count = max(1, _POSITIONS // max(1, len(batch)))
         for together, columns in self._joined:
             for first in range(0, len(together), count):

@@ -205,16 +205,16 @@ class SocketConnection(Connection):
     def wait(self, timeout: float) -> None:
         if self._wake_descriptor is None:
             self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        if (
-            not self._woken.is_set() and not self._arrived and not self._reader.buffered
-        ):  # `wake` may have been called before
+        is_woken = self._woken.is_set()  # `wake` may have been called before
+        if not is_woken and not self._arrived and not self._reader.buffered:
             poll = select.poll()
             poll.register(self._socket, 0 if self._end_received else select.POLLIN)
             poll.register(self._wake_descriptor, select.POLLIN)
-            poll.poll(timeout * 1000)
+            is_woken = self._wake_descriptor in dict(poll.poll(timeout * 1000))
         self._woken.clear()
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake_descriptor)
+        if is_woken:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake_descriptor)
 
     def wake(self) -> None:
         super().wake()
@@ -329,7 +329,9 @@ class SocketConnection(Connection):
 
     def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
         """Send as much of these parts as the socket takes, from `offset` in the first on. Return the bytes sent."""
-        return self._socket.sendmsg([_after(window[0], offset), *window[1:]], (), _SEND_FLAGS)
+        if offset:
+            window = [_after(window[0], offset), *window[1:]]
+        return self._socket.sendmsg(window, (), _SEND_FLAGS)
 
     def _wait_writable(self, timeout: float) -> None:
         """Wait for room. On an accepted connection, read messages meanwhile: no other thread does."""
