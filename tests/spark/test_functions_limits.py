@@ -32,10 +32,11 @@ for module in (sys.modules[__name__], processes):
 
 Batches = Iterator[pa.RecordBatch]
 
-#: The bytes that pass through functions. DISSOCIATED_TEST_FUNCTION_BYTES=4294967296 is the full size.
+#: The bytes that pass through each of two functions. A function has two workers, each of which gets half of the bytes
+#: and yields as many. DISSOCIATED_TEST_FUNCTION_BYTES=4294967296 is the full size: 4 GiB, with the same LIMIT.
 SIZE = int(os.environ.get("DISSOCIATED_TEST_FUNCTION_BYTES", 128 << 20))
-#: The largest amount of shared memory that a worker may hold at once, whatever the size. Each of two workers takes half
-#: of the bytes and yields as many: either half that leaked would exceed this.
+#: The largest amount of shared memory that a worker may hold at once, whatever the size. By default, four times as much
+#: passes through the worker, and either half that leaked would exceed this.
 LIMIT = 32 << 20
 ROW = 1_000  # bytes of the text in each row
 

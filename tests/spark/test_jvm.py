@@ -22,7 +22,7 @@ from pyspark.errors import PySparkException
 
 import dissociated as dis
 from dissociated.spark import read
-from support.helpers import connections_left, files_below, wait_until
+from support.helpers import case, connections_left, files_below, wait_until
 from support.jvm import executed_plan, java_pid, jvm
 
 from .processes import sidecar
@@ -124,6 +124,34 @@ def test_batches_without_rows_that_a_query_wants_stay_where_they_are(spark: Spar
         assert cut.selectExpr("count(n)").first() == (each * count,)
         wait_until(lambda: connections_left(server) == 0, "all have left")
         assert 2 * (between - before) < server.status().totals.bytes - between
+
+
+def test_partitions_are_as_many_as_cores_wherever_each_has_4_mib(spark: SparkSession) -> None:
+    """Rows and sizes are those of TPC-H at scale 1. Planning reads no rows, so all batches are the same in memory."""
+    cores, default = 16, spark.sparkContext.defaultParallelism
+    tables = [
+        # name, rows, bytes of a row, partitions with 16 cores and with the cores of the session
+        ("region", 5, 100, 1, 1),
+        ("supplier", 10_000, 150, 1, 1),
+        ("customer", 150_000, 180, 6, default),
+        ("partsupp", 800_000, 160, cores, default),
+        ("orders", 1_500_000, 140, cores, default),
+        ("lineitem", 6_001_215, 170, cores, 8),
+    ]
+    conf = jvm(spark).org.apache.spark.SparkContext.getOrCreate().conf()
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        for name, rows, width, with_cores, with_default in tables:
+            each = min(rows, 50_000)
+            batch = pa.record_batch({"key": pa.array(range(each)), "text": ["x" * (width - 12)] * each})
+            table = pa.Table.from_batches([batch] * -(-rows // each)).slice(0, rows)
+            server.publish(name, table)
+            for setting, count in ((cores, with_cores), (default, with_default)):
+                conf.set("spark.default.parallelism", str(setting))
+                try:
+                    with case(f"{name}, {setting} cores"):
+                        assert read(spark, name, server.catalog_uri).rdd.getNumPartitions() == count
+                finally:
+                    conf.remove("spark.default.parallelism")
 
 
 @plans

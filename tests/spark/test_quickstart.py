@@ -1,4 +1,4 @@
-"""The program of docs/spark-quickstart.md and the first example with Spark, as they are printed, by spark-submit.
+"""The program of docs/spark-quickstart.md as it is printed, by spark-submit, before an example, and in a notebook.
 
 test_connect.py starts the program over Spark Connect, and test_session.py where a session runs already.
 """
@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 from pyspark.find_spark_home import _find_spark_home
 
 import dissociated as dis
@@ -26,13 +28,10 @@ runpy.run_module("examples.basics.with_spark")
 """
 
 
-def test_the_program_and_the_example_run_as_they_are_printed(
-    java: str, python: Path, own_store: Path, tmp_path: Path
-) -> None:
-    program = tmp_path / "quick.py"
-    program.write_text(PROGRAM + EXAMPLE)
+@pytest.fixture
+def environment(java: str, python: Path, own_store: Path) -> dict[str, str]:
     path = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    environment = {
+    return {
         **os.environ,
         "JAVA_HOME": java,
         "PATH": os.pathsep.join(path),
@@ -41,6 +40,11 @@ def test_the_program_and_the_example_run_as_they_are_printed(
         "PYTHONWARNINGS": "ignore",
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
+
+
+def test_the_program_and_the_example_run_as_they_are_printed(environment: dict[str, str], tmp_path: Path) -> None:
+    program = tmp_path / "quick.py"
+    program.write_text(PROGRAM + EXAMPLE)
     submit = [str(Path(_find_spark_home()) / "bin" / "spark-submit"), "--master", "local[2]"]
     settings = ["--conf", "spark.python.daemon.module=warm"]
     run = subprocess.run(
@@ -49,3 +53,22 @@ def test_the_program_and_the_example_run_as_they_are_printed(
     assert run.stdout.splitlines() == [RESULT, "[(0, 334), (1, 333), (2, 333)]", "333"], run.stderr
     with dis.connect() as client:
         assert sorted(info.name for info in client.list()) == ["numbers", "squares"]
+
+
+def test_the_program_runs_in_a_cell_of_a_notebook(environment: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    from jupyter_client.manager import start_new_kernel
+
+    messages: list[dict[str, Any]] = []
+    manager, kernel = start_new_kernel(startup_timeout=300, env=environment, cwd=str(tmp_path))
+    try:
+        reply = kernel.execute_interactive(PROGRAM, timeout=300, output_hook=messages.append)
+        kernel.execute_interactive("spark.stop()", timeout=300)
+    finally:
+        kernel.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert reply["content"]["status"] == "ok", messages
+    streams = [message["content"] for message in messages if message["msg_type"] == "stream"]
+    assert RESULT in "".join(stream["text"] for stream in streams if stream["name"] == "stdout"), streams
+    with dis.connect() as client:
+        assert [(info.name, info.rows) for info in client.list()] == [("squares", 200_000)]
