@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from subprocess import PIPE
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +18,8 @@ from client.test_parts import in_parts
 from dissociated.client import readahead
 from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import ForkedError, StoreError
-from support.helpers import wait_until
+from support.helpers import PATIENCE, wait_until
+from support.processes import Fork
 
 SMALL = pa.Table.from_batches(pa.table({"n": [-1, -2, -3]}).to_batches(1))
 # More bytes than sockets hold.
@@ -128,3 +131,60 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks(server: dis.Ser
         os._exit(0 if refused else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert reader.read_all() == pa.concat_tables([SMALL, SMALL])
+
+
+# The main thread ends while another thread waits for the rest of a dataset, after `count` batches of it.
+EXITING = """
+import atexit, sys, threading
+from dataclasses import replace
+
+ready, ended = threading.Event(), threading.Event()
+atexit.register(ended.wait, 30)  # before dissociated's own, so that it runs after that
+
+import dissociated as dis
+from dissociated.client.dataset import DatasetHandle
+
+uri, count, *names = sys.argv[1:]
+client = dis.connect(uri)
+infos = [client.describe(name) for name in names]
+endpoints = tuple(endpoint for info in infos for endpoint in info.endpoints)
+reader = DatasetHandle(client, replace(infos[0], version=None, rows=None, endpoints=endpoints), "grpc").to_reader()
+
+def read():
+    try:
+        for number, batch in enumerate(reader, 1):
+            print(batch["n"][0].as_py(), flush=True)
+            if number == int(count):
+                ready.set()
+        print("regular", flush=True)
+    except dis.DissociatedError as error:
+        print(type(error).__name__, flush=True)
+    ended.set()
+
+threading.Thread(target=read, daemon=True).start()
+ready.wait(30)
+"""
+
+
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("names", [["rest"], ["first", "rest"]])
+def test_a_read_that_the_exit_of_the_process_cuts_off_does_not_look_complete(
+    server: dis.Server, names: list[str]
+) -> None:
+    finish = threading.Event()
+
+    def rest() -> pa.RecordBatchReader:
+        def batches() -> Iterator[pa.RecordBatch]:
+            yield from SMALL.to_batches()
+            assert finish.wait(PATIENCE)
+
+        return pa.RecordBatchReader.from_batches(SMALL.schema, batches())
+
+    server.publish("first", SMALL)
+    server.publish("rest", rest)
+    batches = ["-1", "-2", "-3"] * len(names)
+    try:
+        with Fork("-c", EXITING, server.catalog_uri, str(len(batches)), *names, stdout=PIPE) as process:
+            assert process.communicate(timeout=PATIENCE)[0].split() == [*batches, "ConnectionClosed"]
+    finally:
+        finish.set()

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import io
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Source:
     """Counted batches of one row, which wait at `gate` and may end in an error."""
 
     def __init__(self, count: int, error: type[Exception] | None = None, size: int = 1) -> None:
-        self.gate = threading.Event()
+        self.reading, self.gate = threading.Event(), threading.Event()
         self.gate.set()
         self.read = 0
         self.stopped = False
@@ -66,6 +66,7 @@ class Source:
     def _batches(self) -> Iterator[pa.RecordBatch]:
         try:
             for number in range(self._count):
+                self.reading.set()
                 assert self.gate.wait(PATIENCE)
                 self.read += 1
                 yield pa.record_batch({"n": [number] * self._size})
@@ -550,6 +551,113 @@ def test_two_loops_over_one_stream_share_it() -> None:
             assert sum(table.num_rows for table in both) == 5 * ROWS
 
     run(test)
+
+
+async def _numbers(reader: AsyncStreamReader) -> list[int]:
+    return [number(batch) async for batch in reader]
+
+
+def test_a_stream_goes_on_without_a_gap_after_a_loop_that_was_left() -> None:
+    async def first(reader: AsyncStreamReader) -> AsyncIterator[int]:
+        async for batch in reader:
+            yield number(batch)
+
+    async def test() -> None:
+        with Reads() as reads:
+            async with await open_either_async(numbered(20), executor=reads) as reader:
+                assert isinstance(reader, AsyncStreamReader)
+                async for batch in reader:
+                    assert number(batch) == 0
+                    await reads.settle()
+                    break
+                assert reader.stats.num_record_batches == 9  # eight of them were read ahead
+                kept = reader.batches(readahead=3)
+                assert number(await anext(kept)) == 1
+                kept_generator = first(reader)
+                assert await anext(kept_generator) == 2
+                closed = reader.batches()
+                assert number(await anext(closed)) == 3
+                await closed.aclose()
+                with pytest.raises(StoreError, match="closed before its end"):
+                    await anext(closed)
+                table = await reader.to_table()
+                assert table["n"].to_pylist() == [*range(4, 20)]
+                for ended in (kept, kept_generator):
+                    assert [one async for one in ended] == []
+                assert (await reader.to_table()).num_rows == 0
+
+    run(test)
+
+
+def test_a_stream_goes_on_with_the_batch_whose_loop_was_cancelled() -> None:
+    source = Source(20)
+
+    async def test() -> None:
+        async with await dis.ipc.asynchronous.open_reader_async(source.reader) as reader:
+            batches = reader.batches(readahead=0)
+            assert number(await anext(batches)) == 0
+            source.reading.clear()
+            source.gate.clear()
+            task = asyncio.create_task(_numbers(reader))
+            assert await asyncio.to_thread(source.reading.wait, PATIENCE)  # otherwise the read would be cancelled
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            rest = asyncio.create_task(reader.to_table())
+            await asyncio.sleep(0)
+            source.gate.set()
+            assert (await rest)["n"].to_pylist() == [*range(1, 20)]
+
+    run(test)
+
+
+def test_a_stream_goes_on_after_a_loop_that_was_cancelled_before_its_read_began() -> None:
+    busy = threading.Event()
+
+    async def test() -> None:
+        with Reads() as reads:
+            async with await open_either_async(numbered(20), executor=reads) as reader:
+                assert isinstance(reader, AsyncStreamReader)
+                reads.submit(busy.wait, PATIENCE)
+                loops = [asyncio.create_task(_numbers(reader)) for _ in range(2)]
+                await asyncio.sleep(0)
+                loops[0].cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await loops[0]
+                busy.set()
+                assert await loops[1] == [*range(20)]
+
+    run(test)
+
+
+def test_two_loops_that_wait_for_one_batch_both_get_its_error() -> None:
+    source = Source(1, ZeroDivisionError)
+    source.gate.clear()
+
+    async def test() -> None:
+        async with await dis.ipc.asynchronous.open_reader_async(source.reader) as reader:
+            loops = [asyncio.create_task(_numbers(reader)) for _ in range(2)]
+            await asyncio.sleep(0)
+            source.gate.set()
+            for error in await asyncio.gather(*loops, return_exceptions=True):
+                assert isinstance(error, (ZeroDivisionError, dis.DissociatedError))
+
+    run(test)
+
+
+def test_the_rest_of_a_dataset_follows_a_loop_that_was_left(serve: Serve) -> None:
+    server = serve("tcp://127.0.0.1:0")
+    server.publish("data", pa.Table.from_batches([pa.record_batch({"n": [n]}) for n in range(20)]))
+
+    async def test() -> None:
+        async with await dis.open_stream_async(server.locations("data")[0], server.ticket("data")) as reader:
+            for start in range(18):
+                async for batch in reader:
+                    assert number(batch) == start
+                    break
+            assert (await reader.to_table())["n"].to_pylist() == [18, 19]
+
+    asyncio.run(test())
 
 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from dissociated.errors import (
     AccessDenied,
     CatalogError,
     CatalogUnreachable,
+    ConnectionClosed,
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
@@ -391,7 +392,10 @@ class _Download:
         return size
 
     def stop(self) -> None:
-        """Make the thread end. If the server has not answered yet, it ends when the connection does."""
-        self.inbox.close()
+        """Make the thread end. If the server has not answered yet, it ends when the connection does.
+
+        At exit, this is called while another thread may read the stream, which must not look complete.
+        """
+        self.inbox.close(ConnectionClosed("the download was stopped, or this process is ending"))
         if self._reader is not None:
             self._reader.cancel()

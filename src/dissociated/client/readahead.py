@@ -12,7 +12,7 @@ from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata
-from dissociated.errors import TransportError
+from dissociated.errors import ConnectionClosed, TransportError
 from dissociated.transport.mailbox import Mailbox
 
 #: The most bytes of received batches that wait for their turn, of all parts together. `read_all` lifts this limit,
@@ -80,8 +80,11 @@ class _Part(ProcessBound):
                 self.inbox.put(pair, pair[0].nbytes, None)
 
     def stop(self) -> None:
-        """Receive no more. A thread that waits for the server ends with its next message or its timeout."""
-        self.inbox.close()
+        """Receive no more. A thread that waits for the server ends with its next message or its timeout.
+
+        At exit, this is called while another thread may read the part, which must not look complete.
+        """
+        self.inbox.close(ConnectionClosed("reading ahead was stopped, or this process is ending"))
         if not self._received:
             self._pairs.close()
 

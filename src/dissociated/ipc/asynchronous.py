@@ -6,6 +6,7 @@ import asyncio
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from functools import partial, wraps
@@ -25,6 +26,7 @@ from dissociated.ipc.readahead import (
     READAHEAD,
     READAHEAD_BYTES,
     AsyncBatches,
+    PendingRead,
     ReadAheadOptions,
     ReadStep,
     Threads,
@@ -87,8 +89,14 @@ class _AsyncReader(ABC):
             raise StoreError("this reader is closed")
         return self._reader
 
-    def _begin(self, steps: Iterator[ReadStep], readahead_options: ReadAheadOptions, at_once: int) -> AsyncBatches:
-        batches = AsyncBatches(steps, self._threads, readahead_options, at_once)
+    def _begin(
+        self,
+        steps: Iterator[ReadStep],
+        readahead_options: ReadAheadOptions,
+        at_once: int,
+        shared_reads: deque[PendingRead] | None = None,
+    ) -> AsyncBatches:
+        batches = AsyncBatches(steps, self._threads, readahead_options, at_once, shared_reads=shared_reads)
         self._reads.add(batches)
         return batches
 
@@ -191,6 +199,7 @@ class AsyncStreamReader(_AsyncReader):
     def __init__(self, reader: pa.RecordBatchReader | DeviceReader, threads: Threads) -> None:
         super().__init__(reader, threads)
         self._remaining = _RemainingBatches(reader)
+        self._pending: deque[PendingRead] = deque()
 
     def batches(
         self,
@@ -201,17 +210,20 @@ class AsyncStreamReader(_AsyncReader):
     ) -> AsyncBatches:
         """Iterate over the remaining batches, and read some of them ahead.
 
+        Batches that an earlier loop has read ahead come first. So a loop that was left, or whose task was cancelled,
+        is continued by the next one without a gap.
+
         Args:
             readahead: The largest number of batches that are read ahead.
             readahead_bytes: Reading ahead pauses when the batches that were read ahead have this many bytes.
             custom_metadata: Whether to yield pairs of a batch and its custom metadata.
         """
         self._open()
-        return self._begin(
-            repeat(ReadStep(self._remaining.take)), ReadAheadOptions(readahead, readahead_bytes, custom_metadata), 1
-        )
+        readahead_options = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
+        return self._begin(repeat(ReadStep(self._remaining.take)), readahead_options, 1, self._pending)
 
     def _close(self) -> None:
+        self._pending.clear()
         self._remaining.drop()
         super()._close()
 
@@ -245,8 +257,8 @@ def async_batches(
     """Iterate over an open reader, for example one of `dissociated.open_stream`, with `async for`.
 
     A thread reads; it ends with the last batch, or with `aclose`. The caller keeps the reader, and must not read from
-    it meanwhile. Batches of a `DeviceReader` are on its device. For the other arguments see
-    `AsyncStreamReader.batches`.
+    it: batches that were read ahead are missing there, also after a loop that was left. Batches of a `DeviceReader` are
+    on its device. For the other arguments see `AsyncStreamReader.batches`.
     """
     readahead_options = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
     return AsyncBatches(

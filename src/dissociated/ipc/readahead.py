@@ -47,7 +47,7 @@ class ReadAheadOptions:
             raise OptionError("readahead and readahead_bytes must be 0 or more")
 
 
-class _PendingRead:
+class PendingRead:
     """A step whose call was submitted to a thread, and may be finished."""
 
     def __init__(self, step: ReadStep, threads: Threads) -> None:
@@ -78,6 +78,9 @@ class AsyncBatches(AsyncIterator[Any]):
 
     Reading ahead pauses at its limits, and stops when the iterator is closed or collected. `aclose` waits for the reads
     in progress, which cannot be interrupted.
+
+    Iterators over one stream share its reads (`shared_reads`). A batch that was read ahead, or is being read when its
+    iterator is stopped, is taken by the next iterator.
     """
 
     def __init__(
@@ -87,8 +90,11 @@ class AsyncBatches(AsyncIterator[Any]):
         options: ReadAheadOptions,
         at_once: int,
         owns_threads: bool = False,
+        shared_reads: deque[PendingRead] | None = None,
     ) -> None:
-        self._jobs: deque[_PendingRead] = deque()  # in order; the first stays until all of its batches are taken
+        # In order. The first stays until all of its batches are taken.
+        self._jobs: deque[PendingRead] = deque() if shared_reads is None else shared_reads
+        self._shares_jobs = shared_reads is not None
         self._steps: Iterator[ReadStep] | None = steps  # None at the end
         self._threads = threads
         self._options = options
@@ -119,10 +125,15 @@ class AsyncBatches(AsyncIterator[Any]):
             await self._threads.aclose()
 
     async def _next(self) -> BatchAndMetadata:
-        while self._jobs:
+        while not self._reading.at_end:
+            self._reading.check()
+            self._read_ahead()  # another iterator over the stream may have taken the batch
+            if not self._jobs:
+                break
             job = self._jobs[0]
             if not job.future.done():
                 self._progress.clear()
+                self._await_progress(job)  # another iterator may have begun it
                 await self._progress.wait()
             elif job.batches:
                 job.remaining -= 1
@@ -130,6 +141,8 @@ class AsyncBatches(AsyncIterator[Any]):
             else:
                 self._jobs.popleft()
                 if job.future.cancelled():
+                    if self._shares_jobs:
+                        continue  # an iterator stopped before the read had begun
                     job.error = StoreError("the executor was shut down during a read")
                 if job.error is not None:
                     self._reading.stop_by(job.error)
@@ -137,8 +150,6 @@ class AsyncBatches(AsyncIterator[Any]):
                     raise job.error
                 if job.last:
                     break
-                self._read_ahead()
-        self._reading.check()
         self._reading.at_end = True
         self._stop()
         raise StopAsyncIteration
@@ -149,9 +160,12 @@ class AsyncBatches(AsyncIterator[Any]):
             if step is None:
                 self._steps = None
                 return
-            job = _PendingRead(step, self._threads)
+            job = PendingRead(step, self._threads)
             self._jobs.append(job)
-            job.future.add_done_callback(partial(_report_progress, asyncio.get_running_loop(), weakref.ref(self)))
+            self._await_progress(job)
+
+    def _await_progress(self, job: PendingRead) -> None:
+        job.future.add_done_callback(partial(_report_progress, asyncio.get_running_loop(), weakref.ref(self)))
 
     def _has_room(self) -> bool:
         running = sum(not job.future.done() for job in self._jobs)
@@ -171,9 +185,10 @@ class AsyncBatches(AsyncIterator[Any]):
     def _stop(self) -> None:
         self._reading.close()
         self._steps = None
-        for job in self._jobs:
+        for job in [*self._jobs]:
             job.future.cancel()
-        self._jobs.clear()
+        if not self._shares_jobs:
+            self._jobs.clear()
         self._progress.set()
         if self._owns_threads:
             self._threads.end()
