@@ -282,7 +282,9 @@ class Store(ProcessBound):
                 self._memfds.discard(memfd)
                 raise
 
-    def commit(self, commit: Commit, *, prepared: bool = False, max_metadata: int = MAX_METADATA) -> Version:
+    def commit(
+        self, commit: Commit, *, prepared: bool = False, base: str | None = None, max_metadata: int = MAX_METADATA
+    ) -> Version:
         """Commit staged segments as a version, atomically and durably.
 
         A repeated call with the same key returns the version of the first call. If that version is only prepared and
@@ -292,13 +294,15 @@ class Store(ProcessBound):
             commit: The commit, with a key. Its segments are in the staging directory of this store. It needs a schema
                 if there are no segments at all.
             prepared: Whether the version is not published until `confirm`.
+            base: The id of the version that an append must extend; by default, it extends the current version, if
+                there is one.
             max_metadata: The largest metadata of a message, in bytes.
 
         Returns:
             The version.
 
         Raises:
-            StoreError: The version cannot be committed.
+            StoreError: The version cannot be committed, or `base` is not the current version any more.
         """
         with self._locked:
             names = commit.segment_names
@@ -314,6 +318,11 @@ class Store(ProcessBound):
                 return existing
             self._quota.check(commit.name)
             previous = self.current(commit.name) if commit.append else None
+            if base is not None and (previous is None or previous.id != base):
+                raise StoreError(
+                    f"{commit.name!r} cannot be appended to: its last version was evicted, or has expired, during the "
+                    "commit; put all rows again, with the mode overwrite"
+                )
             paths = [self._staged_path(name) for name in names]
             if previous is not None:
                 _, place = self._places.find(previous)
