@@ -15,7 +15,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
-from dissociated.errors import CatalogError, DatasetNotFound
+from dissociated.control.version import Version
+from dissociated.errors import CatalogError, DatasetNotFound, StoreFull
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
@@ -24,6 +25,10 @@ from support.nodes import MIB, put, read, table
 
 LARGE = table(*range(3 * MIB // 8))
 LIMIT = 4 * MIB  # room for one dataset of this size
+
+
+def refuse() -> None:
+    raise CatalogError("refused")
 
 
 def before(patch: pytest.MonkeyPatch, owner: type, name: str, act: Callable[[], object]) -> None:
@@ -71,3 +76,39 @@ def test_nothing_is_appended_to_a_version_whose_time_to_live_ends_during_the_com
             client.put("d", table(2), mode="append")
         with pytest.raises(DatasetNotFound):
             client.read("d")
+
+
+def test_the_current_version_is_not_evicted_in_favour_of_one_whose_publication_fails(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Node(Store(memory, LIMIT), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("d", LARGE)
+
+        def make_room_and_refuse() -> None:
+            with pytest.raises(StoreFull):
+                node.store.ensure_room("other", 3 * MIB)
+            refuse()
+
+        before(monkeypatch, Database, "publish", make_room_and_refuse)
+        with pytest.raises(CatalogError, match="refused"):
+            client.put("d", table(1))
+        assert client.read("d").read_all() == LARGE
+        client.put("d", table(2))
+        assert client.read("d").read_all() == table(2)
+    with Node(Store(memory), ["shm:"]) as node:
+        assert read(node.uri, "d") == [2]
+
+
+def test_a_version_is_not_evicted_before_its_publication(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Node(Store(memory, LIMIT, Policy.EVICT), ["shm:"]) as node, dis.connect(node.uri) as client:
+        versions: list[Version] = []
+
+        def make_room() -> None:
+            versions.extend(node.store.versions())
+            with pytest.raises(StoreFull, match="is not committed yet"):
+                node.store.ensure_room("other", 3 * MIB)
+
+        before(monkeypatch, Store, "version", make_room)
+        client.put("d", LARGE)
+        assert [version.name for version in versions] == ["d"]
+        assert client.read("d").read_all() == LARGE

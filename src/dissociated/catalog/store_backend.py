@@ -82,7 +82,9 @@ class StoreBackend(Backend):
                     f"{commit.name!r} is not in this store, so no rows can be appended: put all rows again"
                 )
             base = current.id  # Another thread may remove the version before `Store.commit` locks the store.
-        version = self.store.commit(commit, prepared=not whole, base=base, max_metadata=self.max_metadata)
+        version = self.store.commit(
+            commit, prepared=not whole, pending=whole, base=base, max_metadata=self.max_metadata
+        )
         try:
             self._open_version(version)  # A version that nobody can read must not be published.
         except DissociatedError:
