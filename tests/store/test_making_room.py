@@ -9,14 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.control.version import Version
 from dissociated.errors import CatalogError, DissociatedError, StoreError, StoreFull
@@ -366,24 +364,6 @@ def test_what_was_dropped_at_the_catalog_makes_room_at_once(memory: Path, upstre
         there.drop("a")
         here.put("c", LARGE)
         assert [info.name for info in here.list()] == ["b", "c"]
-
-
-def test_a_version_that_is_evicted_during_its_commit_is_not_listed(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish = Database.publish
-    with Node(Store(memory / "store", 14 * MIB, Policy.EVICT), ["shm:"]) as node, dis.connect(node.uri) as client:
-
-        def publish_late(*arguments: Any) -> int:
-            node.store.ensure_room("another", 12 * MIB)
-            return publish(*arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Database, "publish", publish_late)
-            client.put("d", LARGE)
-        assert [*node.store.versions(), *client.list()] == []
-        with pytest.raises(CatalogError, match="'d' cannot be appended to: version 1 was evicted"):
-            client.put("d", LARGE, mode="append")
 
 
 def test_what_has_expired_makes_room_at_once(memory: Path) -> None:

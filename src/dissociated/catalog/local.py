@@ -329,7 +329,6 @@ class LocalCatalog(Catalog):
             raise
         if stored is not None:
             self._backend.store.record_published(stored)
-            self._record_deletions([prepared.id])  # The store may have evicted the version before the database knew it.
 
     def _commit_distributed(self, commit: Commit, by_node: Mapping[str, Commit]) -> None:
         """Have each node prepare its part, and publish all parts in one transaction of the database."""

@@ -71,16 +71,20 @@ class StoreBackend(Backend):
 
     def prepare(self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True) -> Prepared:
         committed = self.store.by_key(commit.key)
+        base = None
         if previous is None:
             commit = replace(commit, mode="overwrite")  # The store may still hold a version that was dropped.
         elif committed is None:
             current = self.store.current(commit.name)
-            if current is None or self.load_version(current).dataset is not previous:
+            if current is None or self._registry.lookup_part(current.id) is not previous:
                 previous.appendable()  # This raises with the reason, if there is one.
                 raise StoreError(
                     f"{commit.name!r} is not in this store, so no rows can be appended: put all rows again"
                 )
-        version = self.store.commit(commit, prepared=not whole, max_metadata=self.max_metadata)
+            base = current.id  # Another thread may remove the version before `Store.commit` locks the store.
+        version = self.store.commit(
+            commit, prepared=not whole, pending=whole, base=base, max_metadata=self.max_metadata
+        )
         try:
             self._open_version(version)  # A version that nobody can read must not be published.
         except DissociatedError:

@@ -147,6 +147,13 @@ class Places:
             self.directory.commit(version, paths, copy)
         self.put(version, self.directory)
 
+    def mark(self, version: Version, prepared: bool) -> Version:
+        """Change whether a version counts as prepared, in this process only. Return its new record."""
+        current, place = self.find(version)
+        marked = replace(current, prepared=prepared)
+        self.contents.put(marked, place)
+        return marked
+
     def removals(self) -> dict[str, Removal]:
         """Return the records of the datasets whose highest version number has left the store, or is set aside."""
         records: dict[str, Removal] = {}

@@ -282,29 +282,41 @@ class Store(ProcessBound):
                 self._memfds.discard(memfd)
                 raise
 
-    def commit(self, commit: Commit, *, prepared: bool = False, max_metadata: int = MAX_METADATA) -> Version:
+    def commit(
+        self,
+        commit: Commit,
+        *,
+        prepared: bool = False,
+        pending: bool = False,
+        base: str | None = None,
+        max_metadata: int = MAX_METADATA,
+    ) -> Version:
         """Commit staged segments as a version, atomically and durably.
 
-        A repeated call with the same key returns the version of the first call. If that version is only prepared and
-        has other segments, it is removed and replaced: its writer has started again.
+        A repeated call with the same key returns the version of the first call. If that version is only prepared, and
+        has other segments or `pending` is set, it is removed and replaced: its writer has started again.
 
         Args:
             commit: The commit, with a key. Its segments are in the staging directory of this store. It needs a schema
                 if there are no segments at all.
             prepared: Whether the version is not published until `confirm`.
+            pending: Whether the version is only prepared in this process until `record_published`. So it is not
+                evicted, and replaces no version, as long as its publication can fail. A restart publishes it.
+            base: The id of the version that an append must extend; by default, it extends the current version, if
+                there is one.
             max_metadata: The largest metadata of a message, in bytes.
 
         Returns:
             The version.
 
         Raises:
-            StoreError: The version cannot be committed.
+            StoreError: The version cannot be committed, or `base` is not the current version any more.
         """
         with self._locked:
             names = commit.segment_names
             digest = _digest(names)
             existing = self.by_key(commit.key)
-            if existing is not None and existing.prepared and existing.segments_digest != digest:
+            if existing is not None and existing.prepared and (pending or existing.segments_digest != digest):
                 self.eviction.evict(existing)
                 existing = None
             if existing is not None:
@@ -314,6 +326,11 @@ class Store(ProcessBound):
                 return existing
             self._quota.check(commit.name)
             previous = self.current(commit.name) if commit.append else None
+            if base is not None and (previous is None or previous.id != base):
+                raise StoreError(
+                    f"{commit.name!r} cannot be appended to: its last version was evicted, or has expired, during the "
+                    "commit; put all rows again, with the mode overwrite"
+                )
             paths = [self._staged_path(name) for name in names]
             if previous is not None:
                 _, place = self._places.find(previous)
@@ -353,6 +370,8 @@ class Store(ProcessBound):
                 segments_digest=digest,
             )
             self._places.commit(version, paths, self._quota.copy)
+            if pending:
+                version = self._places.mark(version, prepared=True)
             self._unstage_committed(names)
             return version
 
@@ -386,13 +405,16 @@ class Store(ProcessBound):
             self._places.record_published(self._update(current, prepared=False, whole=whole))
 
     def record_published(self, version: Version) -> None:
-        """Record the number of a published version apart from its manifest, which may be damaged later.
+        """Record that a pending version was published, unless it is gone already.
 
-        The store then still knows that the dataset has had this version, and that it is lost. Errors are logged only.
+        Its number is recorded apart from its manifest, which may be damaged later. The store then still knows that the
+        dataset has had this version, and that it is lost. Errors are logged only.
         """
         with self._locked:
+            if version.id not in self._contents:
+                return
             try:
-                self._places.record_published(version)
+                self._places.record_published(self._places.mark(version, prepared=False))
             except StoreError as error:
                 _log.warning("the number of a version has no second record: error=%s", str(error))
 

@@ -1,0 +1,114 @@
+"""Commits on a node, while at any of their steps another writer makes room, or a time to live ends.
+
+The other thread's work runs in the committing thread at exactly that step: each step locks the store for itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dissociated as dis
+from dissociated.catalog.database import Database
+from dissociated.control.version import Version
+from dissociated.errors import CatalogError, DatasetNotFound, StoreFull
+from dissociated.node.node import Node
+from dissociated.store.eviction import Policy
+from dissociated.store.store import Store
+from support.injection import clock_step
+from support.nodes import MIB, put, read, table
+
+LARGE = table(*range(3 * MIB // 8))
+LIMIT = 4 * MIB  # room for one dataset of this size
+
+
+def refuse() -> None:
+    raise CatalogError("refused")
+
+
+def before(patch: pytest.MonkeyPatch, owner: type, name: str, act: Callable[[], object]) -> None:
+    """Call `act` before the next call of a method."""
+    method = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        patch.setattr(owner, name, method)
+        act()
+        return method(*arguments, **options)
+
+    patch.setattr(owner, name, call)
+
+
+def test_nothing_is_appended_to_a_version_that_is_evicted_during_the_commit(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Node(Store(memory, LIMIT, Policy.EVICT), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("d", LARGE)
+        before(monkeypatch, Store, "commit", lambda: node.store.ensure_room("other", 3 * MIB))
+        with pytest.raises(CatalogError, match="'d' cannot be appended to: its last version was evicted"):
+            client.put("d", table(1), mode="append")
+        with pytest.raises(DatasetNotFound):
+            client.read("d")
+        with pytest.raises(CatalogError, match="version 1 was evicted, or lost"):
+            client.put("d", table(1), mode="append")
+        client.put("d", table(2))
+        assert read(node.uri, "d") == [2]
+
+
+def test_nothing_is_appended_to_a_version_whose_time_to_live_ends_during_the_commit(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped = partial(Database, clock=lambda: time.time())  # reads the time that `clock_step` steps
+    monkeypatch.setattr("dissociated.node.node.Database", stepped)
+    with Node(Store(memory), ["shm:"], retain=0.0) as node, dis.connect(node.uri) as client:
+        put(node.uri, "d", table(1), ttl=60.0)
+
+        def expire() -> None:
+            with clock_step(61.0):
+                node.service.catalog.reconcile()
+
+        before(monkeypatch, Store, "commit", expire)
+        with pytest.raises(CatalogError, match="'d' cannot be appended to: its last version was"):
+            client.put("d", table(2), mode="append")
+        with pytest.raises(DatasetNotFound):
+            client.read("d")
+
+
+def test_the_current_version_is_not_evicted_in_favour_of_one_whose_publication_fails(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Node(Store(memory, LIMIT), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("d", LARGE)
+
+        def make_room_and_refuse() -> None:
+            with pytest.raises(StoreFull):
+                node.store.ensure_room("other", 3 * MIB)
+            refuse()
+
+        before(monkeypatch, Database, "publish", make_room_and_refuse)
+        with pytest.raises(CatalogError, match="refused"):
+            client.put("d", table(1))
+        assert client.read("d").read_all() == LARGE
+        client.put("d", table(2))
+        assert client.read("d").read_all() == table(2)
+    with Node(Store(memory), ["shm:"]) as node:
+        assert read(node.uri, "d") == [2]
+
+
+def test_a_version_is_not_evicted_before_its_publication(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Node(Store(memory, LIMIT, Policy.EVICT), ["shm:"]) as node, dis.connect(node.uri) as client:
+        versions: list[Version] = []
+
+        def make_room() -> None:
+            versions.extend(node.store.versions())
+            with pytest.raises(StoreFull, match="is not committed yet"):
+                node.store.ensure_room("other", 3 * MIB)
+
+        before(monkeypatch, Store, "version", make_room)
+        client.put("d", LARGE)
+        assert [version.name for version in versions] == ["d"]
+        assert client.read("d").read_all() == LARGE
