@@ -166,6 +166,29 @@ def test_memory_that_was_handed_over_leaves_its_number_behind(memory: Path) -> N
             assert version(node.uri, "d")[2] == [number]
 
 
+def test_a_version_that_was_spilled_does_not_become_current_when_the_memory_is_lost(
+    memory: Path, tmp_path: Path
+) -> None:
+    def node(name: str) -> Node:
+        return Node(Store(memory / name, 2 * MIB, Policy.SPILL, tmp_path / "disk"), ["shm:"])
+
+    with node("before") as running, dis.connect(running.uri) as client:
+        put(running.uri, "d", table(*range(100_000)))
+        lineage_id = client.describe("d").lineage_id
+        running.store.ensure_room("new", int(1.9 * MIB))
+        assert not running.store.usage().committed
+        put(running.uri, "d", table(1), mode="append")
+        assert (client.describe("d").version, client.describe("d").lineage_id) == (2, lineage_id)
+    with node("after the reboot") as running, dis.connect(running.uri) as client:
+        assert client.list() == []
+        assert numbers(running.uri, "d") == [1]  # it is all that is left
+        with pytest.raises(CatalogError, match="'d' cannot be appended to: version 2 was evicted, or lost"):
+            client.put("d", table(2), mode="append")
+        client.put("d", table(3))
+        assert version(running.uri, "d")[0::2] == (3, [3])
+        assert version(running.uri, "d")[1] != lineage_id
+
+
 def test_a_commit_that_reached_the_store_and_not_the_database_is_the_last(memory: Path) -> None:
     """A node was killed between the two steps, or its database was restored from a backup."""
     path = memory / "catalog.db"
