@@ -377,6 +377,30 @@ def test_a_number_that_was_prepared_for_a_commit_is_not_used_again(cluster: Clus
     assert version(cluster.uri, "d")[0::2] == (3, [3])
 
 
+def test_a_number_that_only_an_absent_node_knows_is_used_again_in_another_lineage_only(cluster: Cluster) -> None:
+    a, b, c = (cluster.start_node(name) for name in "abc")
+    put(a.uri, "d", table(1))
+    cluster.tell()
+    put(b.uri, "d", table(2), mode="append")
+    with dis.connect(cluster.uri) as client:
+        handle = client["d"]
+        assert (handle.info.version, version(cluster.uri, "d")[2]) == (2, [1, 2])
+        cluster.lose_catalog()
+        cluster.tell("a", "c")  # node a has not heard that its version was appended to
+        assert version(cluster.uri, "d") == (1, handle.info.lineage_id, [1])
+        for rows in (3, 4):
+            put(c.uri, "d", table(rows), mode="append")
+            client.describe("d")  # makes the catalog keep the version after it is replaced
+        cluster.tell("b")
+        assert version(cluster.uri, "d")[0::2] == (3, [1, 3, 4])
+        assert version(cluster.uri, "d", 2)[2] == [1, 3]
+        lineage_ids = {version(cluster.uri, "d", number)[1] for number in (2, 3)}
+        assert len(lineage_ids) == 1
+        assert handle.info.lineage_id not in lineage_ids
+        with pytest.raises(DatasetNotFound, match="version 2 of 'd' is gone"):
+            client.describe_version("d", 2, handle.info.lineage_id)
+
+
 @pytest.mark.parametrize("parts", ["ab", "bc"])
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_a_version_that_parts_on_several_nodes_replaced_is_not_shown_again(
