@@ -166,6 +166,29 @@ def test_memory_that_was_handed_over_leaves_its_number_behind(memory: Path) -> N
             assert version(node.uri, "d")[2] == [number]
 
 
+def test_a_version_that_was_spilled_does_not_become_current_when_the_memory_is_lost(
+    memory: Path, tmp_path: Path
+) -> None:
+    def node(name: str) -> Node:
+        return Node(Store(memory / name, 2 * MIB, Policy.SPILL, tmp_path / "disk"), ["shm:"])
+
+    with node("before") as running, dis.connect(running.uri) as client:
+        put(running.uri, "d", table(*range(100_000)))
+        lineage_id = client.describe("d").lineage_id
+        running.store.ensure_room("new", int(1.9 * MIB))
+        assert not running.store.usage().committed
+        put(running.uri, "d", table(1), mode="append")
+        assert (client.describe("d").version, client.describe("d").lineage_id) == (2, lineage_id)
+    with node("after the reboot") as running, dis.connect(running.uri) as client:
+        assert client.list() == []
+        assert numbers(running.uri, "d") == [1]  # it is all that is left
+        with pytest.raises(CatalogError, match="'d' cannot be appended to: version 2 was evicted, or lost"):
+            client.put("d", table(2), mode="append")
+        client.put("d", table(3))
+        assert version(running.uri, "d")[0::2] == (3, [3])
+        assert version(running.uri, "d")[1] != lineage_id
+
+
 def test_a_commit_that_reached_the_store_and_not_the_database_is_the_last(memory: Path) -> None:
     """A node was killed between the two steps, or its database was restored from a backup."""
     path = memory / "catalog.db"
@@ -352,6 +375,30 @@ def test_a_number_that_was_prepared_for_a_commit_is_not_used_again(cluster: Clus
     cluster.tell()
     put(a.uri, "d", table(3))
     assert version(cluster.uri, "d")[0::2] == (3, [3])
+
+
+def test_a_number_that_only_an_absent_node_knows_is_used_again_in_another_lineage_only(cluster: Cluster) -> None:
+    a, b, c = (cluster.start_node(name) for name in "abc")
+    put(a.uri, "d", table(1))
+    cluster.tell()
+    put(b.uri, "d", table(2), mode="append")
+    with dis.connect(cluster.uri) as client:
+        handle = client["d"]
+        assert (handle.info.version, version(cluster.uri, "d")[2]) == (2, [1, 2])
+        cluster.lose_catalog()
+        cluster.tell("a", "c")  # node a has not heard that its version was appended to
+        assert version(cluster.uri, "d") == (1, handle.info.lineage_id, [1])
+        for rows in (3, 4):
+            put(c.uri, "d", table(rows), mode="append")
+            client.describe("d")  # makes the catalog keep the version after it is replaced
+        cluster.tell("b")
+        assert version(cluster.uri, "d")[0::2] == (3, [1, 3, 4])
+        assert version(cluster.uri, "d", 2)[2] == [1, 3]
+        lineage_ids = {version(cluster.uri, "d", number)[1] for number in (2, 3)}
+        assert len(lineage_ids) == 1
+        assert handle.info.lineage_id not in lineage_ids
+        with pytest.raises(DatasetNotFound, match="version 2 of 'd' is gone"):
+            client.describe_version("d", 2, handle.info.lineage_id)
 
 
 @pytest.mark.parametrize("parts", ["ab", "bc"])

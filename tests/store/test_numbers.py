@@ -144,6 +144,28 @@ def test_versions_that_were_spilled_leave_their_numbers_too(memory: Path, tmp_pa
     assert removed(memory) == removed(spill) == {"d": (4, False)}
 
 
+def test_a_spill_directory_that_outlives_the_memory_knows_all_numbers(memory: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"limit": 2 * MIB, "policy": Policy.SPILL, "spill": tmp_path / "spill"}
+    with Store(memory / "before", **options) as store:
+        version = commit(store, "spilled", 1, range(100_000))
+        store.ensure_room("new", int(1.9 * MIB))
+        assert not store.usage().committed
+        store.record_published(commit(store, "spilled", 2))
+        store.record_published(commit(store, "dropped", 3))
+        store.remove(*(held for held in store.versions() if held.name == "dropped"))
+    with Store(memory / "after", **options) as store:
+        assert [held.id for held in store.versions()] == [version.id]
+        assert store.removals() == {"spilled": (2, True, 2), "dropped": (3, False, 3)}
+
+
+def test_numbers_from_before_a_store_had_a_spill_directory_are_in_both(memory: Path, tmp_path: Path) -> None:
+    with Store(memory) as store:
+        store.record_published(commit(store, "d", 4))
+    with Store(memory, policy=Policy.SPILL, spill=tmp_path / "spill"):
+        pass
+    assert removed(tmp_path / "spill") == {"d": (4, True)}
+
+
 def test_the_file_grows_with_the_names_and_not_with_the_versions(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dissociated.store.numbers.SPARE_LINES", 10)
     monkeypatch.setattr("dissociated.store.numbers.MAX_NAMES", 6)

@@ -225,7 +225,8 @@ class Versions:
 
         Args:
             version: The version. Its key and the keys in `before` count as committed from now on.
-            append: Whether its parts follow those of the current version, whose options it takes over.
+            append: Whether its parts follow those of the current version, whose options it takes over. It takes over
+                the lineage, too, if this catalog has committed that version, and else begins a new one.
             origin: The way by which the catalog learned of the version.
 
         Returns:
@@ -240,7 +241,12 @@ class Versions:
         replaced = current[0] if current else None
         previous = self.record(current[0]) if append and current else None
         rows, nbytes, tags, ttl = version.rows, version.nbytes, version.tags, version.ttl
+        lineage_id = version.lineage_id
         if previous is not None:
+            if current[0]["origin"] == Origin.COMMITTED:
+                lineage_id = previous.lineage_id
+            # Else the catalog that committed the previous version may have appended to it, too. A node that is away may
+            # have those rows, under the same number.
             if previous.schema != version.schema:
                 difference = schema_difference(deserialize(previous.schema), deserialize(version.schema))
                 raise CatalogError(f"all of {name!r} must have one schema, and in the new rows {difference}")
@@ -264,7 +270,7 @@ class Versions:
                 json.dumps(dict(tags)),
                 created,
                 None if ttl is None else created + ttl,
-                (previous or version).lineage_id,
+                lineage_id,
                 origin,
             ),
         ).lastrowid

@@ -1,7 +1,8 @@
 """The highest version number of each dataset in a store, or formerly in it, so that no number is assigned twice.
 
 The manifest of a version has its number. It is recorded in the file `numbers`, too, when the version is published, and
-before the last manifest of a dataset is removed.
+before the last manifest of a dataset is removed. A store that spills records it in both of its directories, because the
+memory may be lost while the disk stays.
 """
 
 from __future__ import annotations
@@ -101,6 +102,14 @@ class Numbers:
             self._merge_oldest()
         self._write(name)
 
+    def merge(self, other: Numbers) -> None:
+        """Record all records of `other`, which are the later ones, durably. Raises OSError."""
+        changed = [self._merge(name, removed, other.serial) for name, removed in other.records().items()]
+        if any(changed):
+            while len(self._records) > MAX_NAMES:
+                self._merge_oldest()
+            self._rewrite()
+
     def _merge_oldest(self) -> None:
         """Replace the older half of the records by one record for all datasets that have none."""
         names = [name for name in self._records if name != ANY_NAME][: MAX_NAMES // 2]
@@ -110,10 +119,7 @@ class Numbers:
 
     def _write(self, name: str) -> None:
         if not self._whole or self._lines > 2 * len(self._records) + SPARE_LINES:
-            self._whole = False
-            write_atomically(self._path, b"".join(self._line(*item) for item in self._records.items()))
-            sync(self._path.parent)
-            self._whole, self._lines = True, len(self._records)
+            self._rewrite()
             return
         self._whole = False  # until the whole line is written
         new = not self._path.exists()
@@ -125,6 +131,12 @@ class Numbers:
             sync(self._path.parent)
         self._whole = True
         self._lines += 1
+
+    def _rewrite(self) -> None:
+        self._whole = False
+        write_atomically(self._path, b"".join(self._line(*item) for item in self._records.items()))
+        sync(self._path.parent)
+        self._whole, self._lines = True, len(self._records)
 
     def _line(self, name: str, removed: Removal) -> bytes:
         return json.dumps({"name": name, **removed._asdict(), "serial": self.serial}).encode() + b"\n"

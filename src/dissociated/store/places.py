@@ -78,6 +78,9 @@ class Places:
         }
         self._aside_sizes = dict(chain.from_iterable(entry.sizes.items() for entry in invalid_entries))
         if self.disk is not None:
+            with store_errors(f"recording the numbers of {self.directory.path} in {self.disk.path}"):
+                self.disk.numbers.merge(self.directory.numbers)  # the node may have run without the disk
+                self.directory.numbers.merge(self.disk.numbers)  # the memory may have been lost
             versions, on_disk = self.disk.committed()
             invalid_entries += on_disk
             for version in versions:
@@ -190,7 +193,8 @@ class Places:
     def _record(self, version: Version, lost: bool) -> None:
         if version.number:
             removal = Removal.of(version.number, lost, not version.prepared)
-            self.directory.numbers.record(version.name, removal, version.serial)
+            for directory in self._directories():  # the memory may be lost while the disk stays
+                directory.numbers.record(version.name, removal, version.serial)
 
     def record_dropped(self, *versions: Version) -> None:
         """Record versions as dropped, durably, although they cannot be removed now. Raises StoreError.
@@ -254,8 +258,8 @@ class Places:
             for directory in (self.directory, self.disk):  # a move to disk that failed may have left a second copy
                 if directory is not None and directory is not place and directory.holds(version):
                     directory.remove(version, superseded=True)
-            if place is self.disk:
-                self._record(version, lost)  # since it was spilled, it counts as lost
+            if self.disk is not None:  # since it was published or spilled, its record there counts it as lost
+                self._record(version, lost)
             self._take_from(place, version, lost)
         self.contents.pop(version.id)
         self.cache.pop(version.id)
