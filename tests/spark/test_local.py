@@ -327,6 +327,20 @@ def test_create_dataframe_of_every_type_and_back(spark: SparkSession) -> None:
     assert found.to_pylist() == table.to_pylist()
 
 
+def test_create_dataframe_of_columns_with_the_same_name(spark: SparkSession) -> None:
+    table = pa.table([pa.array([1, 2]), pa.array(["x", "y"])], names=["a", "a"])
+    df = create_dataframe(spark, table)
+    assert df.columns == ["a", "a"]
+    assert df.collect() == [(1, "x"), (2, "y")]
+
+
+@pytest.mark.skipif(IN_JVM == "false", reason="Spark's own createDataFrame stands in")
+def test_create_dataframe_of_a_type_that_spark_lacks_is_refused_at_once(spark: SparkSession) -> None:
+    table = pa.table({"n": [1], "span": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
+    with pytest.raises(SourceError, match="column 'span' has the type month_day_nano_interval"):
+        create_dataframe(spark, table)
+
+
 def test_create_dataframe_of_a_handle_reads_its_version(spark: SparkSession, client: dis.Client) -> None:
     client.put("numbers", pa.table({"n": [1, 2, 3]}))
     df = create_dataframe(spark, client.dataset("numbers"))

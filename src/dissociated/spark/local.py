@@ -21,6 +21,7 @@ from dissociated.base.descriptors import owned
 from dissociated.base.once import once
 from dissociated.errors import SourceError
 from dissociated.memory.shared import Backing, map_received
+from dissociated.spark.columns import spark_schema
 from dissociated.spark.session import has_jvm_source, read
 from dissociated.spark.types import TIMEZONE, function_schema
 
@@ -88,7 +89,8 @@ def create_dataframe(spark: SparkSession, data: Any) -> DataFrame:
     """Return a DataFrame of Spark with the rows of `data`, which Spark's tasks read in shared memory.
 
     The rows are copied into shared memory once. It is freed some time after the last plan with this DataFrame is gone,
-    when Java collects its garbage, and when this process ends.
+    when Java collects its garbage, and when this process ends. A dataset has columns by name, so `createDataFrame` is
+    called if two columns have the same name.
 
         create_dataframe(spark, pl.read_parquet("flights.parquet")).groupBy("dest").count()
 
@@ -107,8 +109,10 @@ def create_dataframe(spark: SparkSession, data: Any) -> DataFrame:
         version: dict[str, Any] = {"version": data.info.version} if data.info.version else {}
         return read(spark, data.name, data.catalog_uri, **version)
     table = _table(data)
-    if not _is_local(spark) or not has_jvm_source(spark):
+    has_repeated_names = len({*table.column_names}) < table.num_columns
+    if not _is_local(spark) or not has_jvm_source(spark) or has_repeated_names:
         return spark.createDataFrame(table)
+    spark_schema(table.schema)  # raises an error before the rows are copied
     server, name = _server(), f"dataframe-{secrets.token_hex(8)}"
     server.publish(name, table, wait=True)
     try:
