@@ -317,6 +317,11 @@ class Store(ProcessBound):
             names = commit.segment_names
             digest = _digest(names)
             existing = self.by_key(commit.key)
+            if existing is not None and existing.number > commit.number > 0:
+                raise StoreError(
+                    f"this attempt to commit {commit.name!r} came too late: a later one with the same key has been "
+                    "prepared"
+                )
             if existing is not None and existing.prepared and (pending or existing.segments_digest != digest):
                 self.eviction.evict(existing)
                 existing = None
