@@ -15,13 +15,14 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
+from dissociated.control.commit import StagedSegment
 from dissociated.control.version import Version
 from dissociated.errors import CatalogError, DatasetNotFound, StoreFull
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from support.injection import clock_step
-from support.nodes import MIB, put, read, table
+from support.injection import Fault, clock_step
+from support.nodes import MIB, SCHEMA, put, read, table
 
 LARGE = table(*range(3 * MIB // 8))
 LIMIT = 4 * MIB  # room for one dataset of this size
@@ -112,3 +113,37 @@ def test_a_version_is_not_evicted_before_its_publication(memory: Path, monkeypat
         client.put("d", LARGE)
         assert [version.name for version in versions] == ["d"]
         assert client.read("d").read_all() == LARGE
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "append"])
+def test_a_commit_that_comes_again_overwrites_nothing_that_was_committed_since(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Neither its publication nor the removal of its version succeeded at the first attempt."""
+    with Node(Store(memory, LIMIT), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("d", table(1))
+
+        def write() -> StagedSegment:
+            with node.store.writer("w", SCHEMA) as writer:
+                writer.write(table(2).to_batches()[0])
+            return StagedSegment("w", node.store.id)
+
+        commit = dis.Commit("d", [write()], SCHEMA, key="k", mode=mode)
+        before(monkeypatch, Database, "publish", refuse)
+        failing_removal = Fault(str(memory / "segments"), at=1, operations=("rename",), times=1000)
+        with failing_removal, pytest.raises(CatalogError, match="refused"):
+            client.commit(commit)
+        client.put("d", table(3))
+        with pytest.raises(CatalogError, match="segment 'w' is not in"):
+            client.commit(commit)
+        assert client.read("d").read_all() == table(3)
+        write()
+        client.commit(commit)
+        rows = [3, 2] if mode == "append" else [2]
+        assert client.read("d").read_all() == table(*rows)
+        client.put("d", table(4), mode="append")
+        assert client.read("d").read_all() == table(*rows, 4)
+        node.store.ensure_room("other", 3 * MIB)
+        assert read(node.uri, "d") == [*rows, 4]
+    with Node(Store(memory), ["shm:"]) as node:
+        assert read(node.uri, "d") == [*rows, 4]

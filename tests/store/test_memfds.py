@@ -222,6 +222,24 @@ def test_memfds_are_appended_where_they_lie_and_copied_where_they_meet_files(mem
         assert store.versions() == [mixed]
 
 
+def test_an_ipc_file_is_copied_to_its_last_byte(memory: Path, tmp_path: Path) -> None:
+    """It ends with its footer. The copy of a memfd, or of a file on disk, has room in whole pages."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, SCHEMA) as writer:
+        writer.write_table(table(1, 2))
+    content = sink.getvalue().to_pybytes()
+    with Store(memory / "store", 4 * MIB, Policy.SPILL, tmp_path / "disk") as store, memfd(content) as descriptor:
+        handed_over = store.hand_over(descriptor)
+        for number, names in enumerate(([handed_over, "0"], ["1"])):
+            with store.writer(f"{number}", SCHEMA) as segment:
+                segment.write_table(table(3))
+            version = store.commit(commit_of("d", names, mode="append", key=f"{number}"))
+            assert [segment.rows for segment in store.segments(version)] == [2, 1, 1][: number + 2]
+            assert (store.directory / "segments" / version.id / "0000.arrows").read_bytes() == content
+            store.ensure_room("other", 4 * MIB)
+            assert store.usage().spilled > 0
+
+
 def test_what_is_handed_over_and_never_committed_is_forgotten_in_the_end(memory: Path) -> None:
     with leaving_nothing():
         for staging_timeout, left in (60.0, 4096), (-1.0, 0):

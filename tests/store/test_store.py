@@ -143,6 +143,18 @@ def test_what_was_prepared_gives_way_to_another_attempt_with_the_same_key(memory
         assert os.listdir(store.staging) == []
 
 
+def test_an_attempt_that_comes_too_late_leaves_the_later_one_alone(memory: Path) -> None:
+    """The catalog gave up waiting for the first call, and prepared the commit again with the next number."""
+    with Store(memory) as store:
+        segments = [write(store, "a", 1)], [write(store, "b", 2)]
+        later = store.commit(commit_of("some", segments[1], key="k", number=8), prepared=True)
+        for names in segments:
+            with pytest.raises(StoreError, match="this attempt to commit 'some' came too late"):
+                store.commit(commit_of("some", names, key="k", number=7), prepared=True)
+        store.confirm(later, whole=True)
+        assert [(version.number, numbers(store, version)) for version in store.versions()] == [(8, [2])]
+
+
 def test_versions_that_were_appended_to_share_what_is_open(memory: Path) -> None:
     with leaving_nothing(), Store(memory) as store:
         put(store, "some", 0)

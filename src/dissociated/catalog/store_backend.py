@@ -70,11 +70,13 @@ class StoreBackend(Backend):
             return operation()
 
     def prepare(self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True) -> Prepared:
-        committed = self.store.by_key(commit.key)
+        existing = self.store.by_key(commit.key)
+        if existing is not None and existing.id in self._refused:
+            self._remove_refused(existing.id)  # It may lack rows that were committed since.
         base = None
         if previous is None:
             commit = replace(commit, mode="overwrite")  # The store may still hold a version that was dropped.
-        elif committed is None:
+        else:
             current = self.store.current(commit.name)
             if current is None or self._registry.lookup_part(current.id) is not previous:
                 previous.appendable()  # This raises with the reason, if there is one.
@@ -88,10 +90,9 @@ class StoreBackend(Backend):
         try:
             self._open_version(version)  # A version that nobody can read must not be published.
         except DissociatedError:
-            if committed is None or version.id != committed.id:
+            if existing is None or version.id != existing.id:
                 self.refuse(version.id)
             raise
-        self._refused.discard(version.id)
         return self.load_version(version)
 
     def load_version(self, version: Version) -> Prepared:
@@ -151,6 +152,7 @@ class StoreBackend(Backend):
         version = self.store.version(id)
         if version is not None:  # Its number is used up, but no client was told that the version was published.
             self.store.remove(replace(version, prepared=True))
+        self._refused.discard(id)
 
     def confirm(self, published: Mapping[str, bool]) -> None:
         for id, whole in published.items():
@@ -164,7 +166,6 @@ class StoreBackend(Backend):
         self.store.sweep()
         for id in {*self._refused}:
             self._remove_refused(id)
-            self._refused.discard(id)
 
     def _in_use(self, version: Version) -> bool:
         dataset = self._registry.lookup_part(version.id)

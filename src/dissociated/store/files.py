@@ -260,17 +260,18 @@ def is_used(path: Path, names: int) -> bool:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file and sync the copy. Raises OSError, and StoreError if `source` shrinks meanwhile."""
+    """Copy a file and sync the copy, which may have been longer. Raises OSError, and StoreError if `source` shrinks."""
     with (
         source.open("rb") as read,
         open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as written,
     ):
-        remaining = os.fstat(read.fileno()).st_size
+        remaining = size = os.fstat(read.fileno()).st_size
         while remaining:
             copied = os.sendfile(written.fileno(), read.fileno(), None, remaining)
             if not copied:
                 raise StoreError(f"{str(source)!r} became shorter during the copy")
             remaining -= copied
+        os.ftruncate(written.fileno(), size)  # Whole pages were reserved, and an IPC file ends with its footer.
         os.fsync(written.fileno())
 
 

@@ -310,16 +310,27 @@ class Store(ProcessBound):
             The version.
 
         Raises:
-            StoreError: The version cannot be committed, or `base` is not the current version any more.
+            StoreError: The version cannot be committed, `base` is not the current version any more, or `pending` is set
+                and a version with this key is not prepared.
         """
         with self._locked:
             names = commit.segment_names
             digest = _digest(names)
             existing = self.by_key(commit.key)
+            if existing is not None and existing.number > commit.number > 0:
+                raise StoreError(
+                    f"this attempt to commit {commit.name!r} came too late: a later one with the same key has been "
+                    "prepared"
+                )
             if existing is not None and existing.prepared and (pending or existing.segments_digest != digest):
                 self.eviction.evict(existing)
                 existing = None
             if existing is not None:
+                if pending:
+                    raise StoreError(
+                        f"{commit.name!r} has a version of this commit, which the catalog does not know: write its "
+                        "segments again, and commit them with another key"
+                    )
                 self._unstage_committed(names)
                 if commit.number:
                     existing = self._update(existing, number=commit.number, catalog=commit.catalog)
