@@ -179,6 +179,40 @@ def test_a_deletion_that_failed_is_tried_again(memory: Path) -> None:
         assert not os.listdir(memory / "store" / "segments")
 
 
+def test_a_version_that_its_node_did_not_hold_for_a_while_is_there_again(memory: Path) -> None:
+    """The node starts once while its segments are not readable, and then again when they are."""
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        for name in ("kept", "replaced", "dropped"):
+            put(pair.node.uri, name, table(1))
+        pair.tell()
+        segments = memory / "store" / "segments"
+        with dis.connect(pair.catalog.uri) as client:
+            before = client.describe("kept")
+            pair.node.close()
+            segments.rename(memory / "elsewhere")
+            pair.start_node()
+            pair.tell()
+            pair.check({})
+            with pytest.raises(CatalogError, match="'kept' cannot be appended to"):
+                put(pair.node.uri, "kept", table(3), mode="append")
+            put(pair.node.uri, "replaced", table(3))
+            pair.tell()
+            put(pair.node.uri, "dropped", table(3))
+            client.drop("dropped")
+            pair.tell()
+            pair.node.close()
+            for path in (memory / "elsewhere").iterdir():
+                path.rename(segments / path.name)
+            pair.start_node()
+            pair.tell()
+            pair.check({"kept": 1, "replaced": 3})
+            after = client.describe("kept")
+            assert (after.version, after.lineage_id) == (before.version, before.lineage_id)
+            put(pair.node.uri, "kept", table(3), mode="append")
+            assert client.read("kept").read_all() == table(1, 3)
+
+
 def test_what_was_dropped_and_could_not_be_deleted_stays_away_although_the_database_is_lost(memory: Path) -> None:
     with ExitStack() as running:
         pair = Pair(memory, running)
