@@ -206,10 +206,22 @@ class Database:
             versions.expire(versions.now)
             return True
 
-    def deregister(self, node: str) -> None:
-        """Record that a node shuts down."""
+    def deregister(self, node: str, retiring: bool = False) -> bool:
+        """Record that a node shuts down. If it is `retiring`, delete it unless it holds a part of a version.
+
+        The node still prepares parts. A commit that comes before this is kept, and a later one finds no node.
+
+        Returns:
+            Whether the node was deleted.
+        """
         with self._transaction():
             self._tables.run("UPDATE nodes SET lives_until = 0 WHERE id = ?", (node,))
+            sql = "SELECT 1 FROM parts JOIN version_parts ON part = parts.id WHERE node = ? LIMIT 1"
+            if not retiring or self._tables.all(sql, node):
+                return False
+            self._tables.run("DELETE FROM parts WHERE node = ?", (node,))
+            self._tables.run("DELETE FROM nodes WHERE id = ?", (node,))
+            return True
 
     def forget(self, node: str) -> None:
         """Delete a node, its parts, and the versions that have no other copy of one of these parts.
@@ -232,12 +244,6 @@ class Database:
                 if change.kind == "evicted":
                     versions.mark_lost(change.dataset, Loss.FORGOTTEN)
             self._tables.run("DELETE FROM nodes WHERE id = ?", (node,))
-
-    def has_parts(self, node: str) -> bool:
-        """Return whether a node holds a part of a version."""
-        with self._reading():
-            sql = "SELECT 1 FROM parts JOIN version_parts ON part = parts.id WHERE node = ? LIMIT 1"
-            return bool(self._tables.all(sql, node))
 
     def unreadable(self) -> tuple[int, tuple[str, ...]]:
         """Return the number of parts of current versions whose nodes are all away, and names of their datasets."""
