@@ -6,11 +6,13 @@ import mmap
 import os
 import random
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,13 +21,16 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
+from dissociated.catalog.versions import FOREVER
+from dissociated.control.commit import Commit
+from dissociated.control.version import NodeRecord, Part
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, NodeUnreachable, StoreError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from support.helpers import PATIENCE, case, wait_until
 from support.injection import Fault
-from support.nodes import put, read, table
+from support.nodes import SCHEMA, put, read, table
 
 SELDOM = 600.0  # seconds: the tests trigger each heartbeat themselves
 
@@ -177,6 +182,40 @@ def test_a_deletion_that_failed_is_tried_again(memory: Path) -> None:
         pair.check({})
         pair.node.store.sweep()
         assert not os.listdir(memory / "store" / "segments")
+
+
+def test_a_version_that_its_node_did_not_hold_for_a_while_is_there_again(memory: Path) -> None:
+    """The node starts once while its segments are not readable, and then again when they are."""
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        for name in ("kept", "replaced", "dropped"):
+            put(pair.node.uri, name, table(1))
+        pair.tell()
+        segments = memory / "store" / "segments"
+        with dis.connect(pair.catalog.uri) as client:
+            before = client.describe("kept")
+            pair.node.close()
+            segments.rename(memory / "elsewhere")
+            pair.start_node()
+            pair.tell()
+            pair.check({})
+            with pytest.raises(CatalogError, match="'kept' cannot be appended to"):
+                put(pair.node.uri, "kept", table(3), mode="append")
+            put(pair.node.uri, "replaced", table(3))
+            pair.tell()
+            put(pair.node.uri, "dropped", table(3))
+            client.drop("dropped")
+            pair.tell()
+            pair.node.close()
+            for path in (memory / "elsewhere").iterdir():
+                path.rename(segments / path.name)
+            pair.start_node()
+            pair.tell()
+            pair.check({"kept": 1, "replaced": 3})
+            after = client.describe("kept")
+            assert (after.version, after.lineage_id) == (before.version, before.lineage_id)
+            put(pair.node.uri, "kept", table(3), mode="append")
+            assert client.read("kept").read_all() == table(1, 3)
 
 
 def test_what_was_dropped_and_could_not_be_deleted_stays_away_although_the_database_is_lost(memory: Path) -> None:
@@ -332,3 +371,34 @@ def test_a_node_whose_store_was_copied_is_not_taken(memory: Path) -> None:
         pair.node.close()
         with Node(Store(memory / "copy"), ["shm:"], catalog=pair.catalog.uri):  # now it is the only node
             assert read(pair.catalog.uri, "d") == [1]
+
+
+def test_a_commit_on_a_node_that_retires_is_kept_or_refused() -> None:
+    """The commit comes before any of the lines by which the catalog lets the node go."""
+    schema, database = bytes(SCHEMA.serialize()), Database()
+    with closing(CatalogService("grpc://127.0.0.1:0", database=database)) as catalog:
+        for at in range(9):
+            node, lines = f"node {at}", 0
+
+            def trace(frame: FrameType, event: str, _: object, node: str = node, at: int = at) -> Any:
+                nonlocal lines
+                if frame.f_code is not LocalCatalog.deregister.__code__:
+                    return None
+                if event == "line":
+                    if lines == at:
+                        with suppress(CatalogError):
+                            database.publish(Commit(node, key=node), schema, [Part(node, node, node.encode())])
+                    lines += 1
+                return trace
+
+            database.register(NodeRecord(node, "host", "boot", "grpc://host:1", ()), [], "", FOREVER)
+            previous = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                catalog.catalog.deregister(node, retiring=True)
+            finally:
+                sys.settrace(previous)
+            is_forgotten = node not in {record.id for record in database.nodes()}
+            with case(f"line {at}"):
+                assert (database.committed(node) is None) == is_forgotten
+        assert lines <= at

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from dissociated.catalog.tables import Tables
-from dissociated.catalog.versions import Versions
+from dissociated.catalog.versions import Loss, Versions
 from dissociated.control.access import UNKNOWN_TICKET
 from dissociated.control.change_counter import ChangeCounter
 from dissociated.control.commit import Commit
@@ -100,7 +100,8 @@ class Database:
         """Register a node with all the parts that it holds.
 
         Parts that the node no longer holds are deleted. A version that the node stores and this catalog does not know
-        becomes the current version of its dataset, unless a later version is known.
+        becomes the current version of its dataset, unless a later version is known. So does a version that was missing:
+        the node may have run for a while without its spill directory, or unable to read a manifest.
 
         Args:
             node: The record of the node.
@@ -145,7 +146,7 @@ class Database:
         for name, last in removed.items():
             versions.record_removed(name, last)
         for version in held_versions:
-            if version.number and not version.whole and not version.prepared and not self._is_known(version):
+            if version.number and not version.whole and not version.prepared and not self._is_known(versions, version):
                 versions.record_removed(version.name, Removal.of(version.number, lost=True, published=True))
 
     def _record_announced(self, versions: Versions, announced: Sequence[Version]) -> None:
@@ -153,15 +154,16 @@ class Database:
         for version in sorted(announced, key=lambda version: (version.number, version.serial)):
             if not version.whole:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (version.id,))
-            elif not version.prepared and not self._is_known(version):
+            elif not version.prepared and not self._is_known(versions, version):
                 versions.learn(version)
             versions.use_number(version.name, version.number)
 
-    def _is_known(self, version: Version) -> bool:
-        return bool(
-            self._tables.all("SELECT 1 FROM parts WHERE id = ?", version.id)
-            or self._tables.all("SELECT 1 FROM commits WHERE key = ?", version.key)
-        )
+    def _is_known(self, versions: Versions, version: Version) -> bool:
+        """Return whether the catalog knows a version, which it may have dropped or replaced since."""
+        if self._tables.all("SELECT 1 FROM parts WHERE id = ?", version.id):
+            return True
+        committed = self._tables.all("SELECT 1 FROM commits WHERE key = ?", version.key)
+        return bool(committed) and not (version.whole and versions.is_missing(version.name))
 
     def touch_node(
         self,
@@ -204,10 +206,22 @@ class Database:
             versions.expire(versions.now)
             return True
 
-    def deregister(self, node: str) -> None:
-        """Record that a node shuts down."""
+    def deregister(self, node: str, retiring: bool = False) -> bool:
+        """Record that a node shuts down. If it is `retiring`, delete it unless it holds a part of a version.
+
+        The node still prepares parts. A commit that comes before this is kept, and a later one finds no node.
+
+        Returns:
+            Whether the node was deleted.
+        """
         with self._transaction():
             self._tables.run("UPDATE nodes SET lives_until = 0 WHERE id = ?", (node,))
+            sql = "SELECT 1 FROM parts JOIN version_parts ON part = parts.id WHERE node = ? LIMIT 1"
+            if not retiring or self._tables.all(sql, node):
+                return False
+            self._tables.run("DELETE FROM parts WHERE node = ?", (node,))
+            self._tables.run("DELETE FROM nodes WHERE id = ?", (node,))
+            return True
 
     def forget(self, node: str) -> None:
         """Delete a node, its parts, and the versions that have no other copy of one of these parts.
@@ -226,13 +240,10 @@ class Database:
                 )
             for row in self._tables.all("SELECT id FROM parts WHERE node = ?", node):
                 versions.remove_missing(row["id"], record.host)
+            for change in versions.changes:
+                if change.kind == "evicted":
+                    versions.mark_lost(change.dataset, Loss.FORGOTTEN)
             self._tables.run("DELETE FROM nodes WHERE id = ?", (node,))
-
-    def has_parts(self, node: str) -> bool:
-        """Return whether a node holds a part of a version."""
-        with self._reading():
-            sql = "SELECT 1 FROM parts JOIN version_parts ON part = parts.id WHERE node = ? LIMIT 1"
-            return bool(self._tables.all(sql, node))
 
     def unreadable(self) -> tuple[int, tuple[str, ...]]:
         """Return the number of parts of current versions whose nodes are all away, and names of their datasets."""
@@ -267,7 +278,8 @@ class Database:
                 is_overdue = version.prepared and version.created + PREPARE_TIMEOUT < versions.now
                 if is_overdue and not versions.is_resolved(version.key):
                     versions.abort(version.key)  # If the commit still comes, it must fail, since its part is deleted.
-                if versions.is_resolved(version.key):
+                may_return = version.whole and not version.prepared and versions.is_missing(version.name)
+                if versions.is_resolved(version.key) and not may_return:
                     unreferenced.add(version.id)
             return sorted(unreferenced)
 
@@ -362,7 +374,7 @@ class Database:
         The version keeps its number.
         """
         with self._transaction() as versions:
-            if not self._is_known(announced) and not versions.is_resolved(announced.key):
+            if not self._is_known(versions, announced) and not versions.is_resolved(announced.key):
                 versions.learn(announced)
             versions.use_number(announced.name, announced.number)
 
@@ -401,7 +413,7 @@ class Database:
             if not self._tables.all("SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL", name):
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
             versions.remove("dropped", "by request", "name = ?", name)
-            versions.mark_lost(name, lost=False)  # also if files of it were missing: nobody misses its rows any more
+            versions.mark_lost(name, Loss.NONE)  # also if files of it were missing: nobody misses its rows any more
 
     def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[Version]:
         """Return the datasets whose names begin with `prefix` and that have all of `tags`, sorted by name."""

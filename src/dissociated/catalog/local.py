@@ -432,9 +432,7 @@ class LocalCatalog(Catalog):
         }
 
     def deregister(self, node: str, retiring: bool = False) -> None:
-        self._database.deregister(node)
-        if retiring and not self._database.has_parts(node):
-            self._database.forget(node)
+        if self._database.deregister(node, retiring):
             self._members.forget(node)
 
     # Start, reconciliation and end

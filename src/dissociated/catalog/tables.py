@@ -5,7 +5,7 @@ versions       The versions of datasets. The current version of a dataset has no
                the time at which it expires. `number` counts the versions of a name and is never reused. `id` has a
                meaning only within the database. `origin` is an `Origin`.
 numbers        For each name, the last number assigned and the last number published, also if that version is gone.
-               `lost` is set if that version is gone without having been dropped or replaced.
+               `lost` is a `Loss`: whether that version is gone without having been dropped or replaced.
 parts          The data that one node holds under one ticket. The node deletes parts that no version has.
 version_parts  The parts of each version, in the order of their numbers. Parts with the same number are copies.
 commits        The key of every commit, so that a repeated commit has no effect.

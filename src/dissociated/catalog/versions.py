@@ -42,6 +42,14 @@ class Origin(IntEnum):
     FOUND = 1  # It was in the store of a node, with its number.
 
 
+class Loss(IntEnum):
+    """The way in which the last version of a dataset was lost. See `Database.register`."""
+
+    NONE = 0  # It is here, or was dropped or replaced.
+    MISSING = 1  # Its node no longer holds it. If the node holds it again later, it is shown again.
+    FORGOTTEN = 2  # Its node was forgotten, and deletes it when it returns.
+
+
 class Versions:
     """The versions of datasets as a transaction on `tables` sees them at the time `now`.
 
@@ -152,9 +160,18 @@ class Versions:
             {"name": name, "number": number, "lost": lost},
         )
 
-    def mark_lost(self, name: str, lost: bool = True) -> None:
+    def mark_lost(self, name: str, loss: Loss = Loss.MISSING) -> None:
         """Record whether the dataset is gone though no client dropped or replaced it."""
-        self._tables.run("UPDATE numbers SET lost = ? WHERE name = ?", (lost, name))
+        self._tables.run("UPDATE numbers SET lost = ? WHERE name = ?", (loss, name))
+
+    def is_missing(self, name: str) -> bool:
+        """Return whether the last version of a dataset is missing, so that a node may bring it back."""
+        return bool(self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND lost = ?", name, Loss.MISSING))
+
+    def _is_missing_version(self, version: Version) -> bool:
+        """Return whether a version with the number of the last one is that version, and is missing."""
+        committed = self._tables.all("SELECT 1 FROM commits WHERE key = ? AND version = ?", version.key, version.number)
+        return self.is_missing(version.name) and (version.catalog == self._tables.id or bool(committed))
 
     def record_removed(self, name: str, removed: Removal) -> None:
         """Record a version that is gone from a store, and hide an older one that was found in a store."""
@@ -191,7 +208,7 @@ class Versions:
         """Publish a version that was found in a store, with its number, unless a later version is known.
 
         If all later versions are lost, the version is hidden, as if it had been found before they were: see
-        `_hide_found`.
+        `_hide_found`. If the version itself was missing, it is shown again.
 
         A version with a number from another catalog does not replace a version that this catalog committed: the node
         has left the other catalog, or that catalog is lost. Numbers of this catalog may be unknown if its file was
@@ -203,8 +220,8 @@ class Versions:
         later = self._tables.run(
             "SELECT published, lost AND published > :number AND NOT EXISTS"
             " (SELECT 1 FROM versions WHERE name = :name AND (replaced IS NULL OR number >= :number)) AS is_last_left"
-            " FROM numbers WHERE name = :name AND published >= :number",
-            {"name": version.name, "number": version.number},
+            " FROM numbers WHERE name = :name AND (published > :number OR published = :number AND NOT :is_missing)",
+            {"name": version.name, "number": version.number, "is_missing": self._is_missing_version(version)},
         ).fetchone()
         if not version.number or foreign or (later and not later["is_last_left"]):
             _log.warning(
