@@ -347,6 +347,20 @@ def test_create_dataframe_of_a_handle_reads_its_version(spark: SparkSession, cli
     assert sorted(df.collect()) == [(1,), (2,), (3,)]
 
 
+def test_create_dataframe_of_a_handle_refuses_another_dataset_of_its_name_and_version(spark: SparkSession) -> None:
+    with dis.Server(["shm:"]) as server:
+        uri = str(server.catalog_uri)
+        server.publish("numbers", pa.table({"n": [1, 2, 3]}))
+        with dis.connect(uri) as client:
+            handle = client.dataset("numbers")
+    with dis.Server(["shm:"], catalog=uri) as server:
+        server.publish("numbers", pa.table({"n": [4, 5, 6]}))
+        with dis.connect(uri) as client:
+            assert client.dataset("numbers").version == handle.version
+        with pytest.raises(Exception, match=f"version {handle.version} of 'numbers' is gone"):
+            create_dataframe(spark, handle).collect()
+
+
 @pytest.mark.skipif(IN_JVM == "false", reason="Spark's own createDataFrame stands in")
 def test_a_created_dataframe_is_kept_for_its_plans_and_then_dropped(spark: SparkSession) -> None:
     before = memfds()

@@ -89,13 +89,13 @@ def map_in_arrow(
     timezone = df.sparkSession.conf.get("spark.sql.session.timeZone")
     assert timezone is not None, "it has a default"
     try:
-        mapped = _MappedFunction(function, function_schema(df.schema, timezone), function_schema(fields, timezone))
+        mapped = MappedFunction(function, function_schema(df.schema, timezone), function_schema(fields, timezone))
     except SourceError:
         return df.mapInArrow(function, schema)  # Spark itself knows whether it takes these types
     return df.mapInArrow(mapped, schema)
 
 
-class _MappedFunction:
+class MappedFunction:
     """A user's function in the form that Spark calls in its workers.
 
     Spark calls it with the batches of a partition; or, by the data source for its JVM, with one row that tells how to
@@ -128,6 +128,7 @@ class _MappedFunction:
             results = self._check(self._results(inputs))
             stream = SharedStream(results, spaces, self._output_schema.types, max_batches=1, static_only=True)
             stack.enter_context(closing(stream))
+            stack.callback(memory.keep)  # the stream gives the last batch back, which the JVM may still read
             while conversation.receive("next") is not None:
                 answer = stream.next()
                 conversation.send(answer)
@@ -250,7 +251,7 @@ class _InputMemory:
         self.space = AddressSpace()
         self._free: list[_Memfd] = []
         self._all: list[_Memfd] = []
-        self._closed = False
+        self._is_kept = False
 
     def take(self) -> _Memfd:
         """Return a memfd whose batch nobody holds."""
@@ -264,17 +265,21 @@ class _InputMemory:
 
     def _give_back(self, memfd: _ReusedMemfd) -> None:
         """Take a memfd back. This is called in any thread that drops a batch."""
-        if self._closed:
-            return  # The JVM may still read the last result batch, which may lie there.
+        if self._is_kept:
+            return
         if self._free:
             memfd.discard()
         self._free.append(memfd)
+
+    def keep(self) -> None:
+        """From now on, leave the contents of memfds as they are: the JVM may still read the last result batch."""
+        self._is_kept = True
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed = True
+        self.keep()
         for memfd in self._all:
             memfd.close()
         # A worker that waits for its next partition collects no garbage, so no reference cycle may be left.

@@ -106,7 +106,10 @@ def create_dataframe(spark: SparkSession, data: Any) -> DataFrame:
     from dissociated.client.dataset import DatasetHandle  # imports pyarrow.dataset
 
     if isinstance(data, DatasetHandle):
-        version: dict[str, Any] = {"version": data.info.version} if data.info.version else {}
+        from dissociated.spark.request import LINEAGE  # imports pyspark
+
+        info = data.info
+        version: dict[str, Any] = {"version": info.version, LINEAGE: info.lineage_id} if info.version else {}
         return read(spark, data.name, data.catalog_uri, **version)
     table = _table(data)
     has_repeated_names = len({*table.column_names}) < table.num_columns

@@ -52,6 +52,8 @@ _OPTIONS = (
     "maxBytesPerTrigger",
     "rowsPerPartition",
 )
+#: The lineage that the version must have. `create_dataframe` gives it; users have no use for it.
+LINEAGE = "lineage"
 
 
 class PlannedVersion(NamedTuple):
@@ -69,6 +71,7 @@ class DatasetRequest:
     name: str
     columns: tuple[str, ...] | None = None
     version: int | None = None
+    lineage_id: str | None = None
     transport: str | None = None
     partitions: int | None = None
     nanoseconds: str = "refuse"
@@ -87,7 +90,7 @@ class DatasetRequest:
                 "a table of Spark's own catalog cannot be a dataset: CREATE TEMPORARY VIEW v USING dissociated OPTIONS "
                 "(catalog 'URI', path 'NAME')"
             )
-        names = {name.lower() for name in _OPTIONS}
+        names = {name.lower() for name in (*_OPTIONS, LINEAGE)}
         unknown = [name for name in options if name.lower() not in names and "." not in name]  # Spark's own have dots
         if unknown:
             raise OptionError(f"there is no option {', '.join(map(repr, unknown))}; there are {', '.join(_OPTIONS)}")
@@ -96,6 +99,7 @@ class DatasetRequest:
             required_name(options, '.load("NAME")'),
             columns=_columns(options.get("columns")),
             version=parse_number(options, "version", 0),
+            lineage_id=options.get(LINEAGE),
             transport=options.get("transport"),
             partitions=parse_number(options, "partitions", 1),
             nanoseconds=options.get("nanoseconds", "refuse"),
@@ -121,6 +125,8 @@ class DatasetRequest:
             DatasetNotFound: There is no such dataset or version.
             WrongKind: The dataset holds tensors.
         """
+        if planned is None and self.version and self.lineage_id is not None:
+            planned = PlannedVersion(self.version, self.lineage_id)
         if planned is not None and planned.version:
             info = client.describe_version(self.name, planned.version, planned.lineage_id)
         else:
