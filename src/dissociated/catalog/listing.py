@@ -206,10 +206,11 @@ class Answers:
         """Keep an answer, unless it is large. It was made after the database had this number of `changes`."""
         if len(descriptor) > _MAX_DESCRIPTOR or len(version.parts) > _MAX_PARTS:
             return
+        now = time.monotonic()  # before the other clock is read: this thread may be paused in between
         seconds = self.max_age if version.expires is None else min(self.max_age, version.expires - time.time())
         is_embedded = any(has_embedded(endpoint.app_metadata) for endpoint in info.endpoints)
         with self._lock:
-            self._answers[descriptor] = _Answer(info, changes, is_embedded, time.monotonic() + seconds)
+            self._answers[descriptor] = _Answer(info, changes, is_embedded, now + seconds)
             self._answers.move_to_end(descriptor)
             if len(self._answers) > _MAX_ANSWERS:
                 self._answers.popitem(last=False)
