@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from support.helpers import PATIENCE, case, wait_until
+from support.processes import Start
 
 ROWS, BATCH = 4_000, 250
 N = np.arange(ROWS)
@@ -130,6 +132,44 @@ def test_a_name_means_the_current_version_in_each_call(tmp_path: Path) -> None:
                 each.sql(query)
         client.put("orders", ORDERS[1:2])
         check(range(1, 2))
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_repeated_query_asks_the_catalog_after_changes_alone(memory: Path, start: Start) -> None:
+    query = "SELECT count(*) AS n, (SELECT count(*) FROM team) AS size FROM orders"
+    node = start("node", "--store", memory / "store", "--listen", "shm:")
+
+    with dis.connect(node.uri) as client:
+
+        def check(rows: int) -> None:
+            assert client.sql(query).to_pylist() == [{"n": rows, "size": 10}]
+
+        client.put("team", CUSTOMERS)
+        for rows in (5, 3):
+            client.put("orders", ORDERS[:rows])
+            for _ in range(3):
+                check(rows)
+            node.signal(signal.SIGSTOP)
+            wait_until(lambda: ") T " in Path(f"/proc/{node.pid}/stat").read_text(), "the catalog cannot answer")
+            check(rows)
+            node.signal(signal.SIGCONT)
+        client.put("orders", ORDERS, ttl=0.5)
+        expires = client.describe("orders").expires
+        assert expires is not None
+        with suppress(DatasetNotFound):
+            while True:
+                now = time.time()
+                check(ROWS)
+                assert now < expires
+
+
+def test_functions_change_no_other_query(client: dis.Client) -> None:
+    seeds, numbers = "SELECT setseed(0.5) FROM orders LIMIT 1", "SELECT random() AS r FROM orders LIMIT 3"
+    drawn = []
+    for _ in range(3):
+        client.sql(seeds)
+        drawn += client.sql(numbers)["r"].to_pylist()
+    assert len({*drawn}) == 9
 
 
 def test_memory_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from dissociated.base.host import boot_id
 from dissociated.client.endpoints import EndpointReader
 from dissociated.client.flight_connection import CatalogConnection, open_flight
 from dissociated.client.idle import IdleConnections
-from dissociated.client.lookup import Lookup, caller_identity
+from dissociated.client.lookup import Identities, Lookup, caller_identity
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT, ReadRequest
 from dissociated.client.sql_database import SqlDatabase
 from dissociated.control.commit import Commit, StagedSegment
@@ -44,8 +44,8 @@ class CatalogClient:
 
     A client that is unpickled connects anew with the same parameters. The pickle contains the token.
 
-    `call_flight`, `current`, `describe_version`, `discard`, `do_action`, `join_trace`, `reserve`, `sql_database`,
-    `stage` and `with_uri` are internal: nodes, writers and other rooms of this library use them.
+    `call_flight`, `current`, `describe_current`, `describe_version`, `discard`, `do_action`, `join_trace`, `reserve`,
+    `sql_database`, `stage` and `with_uri` are internal: nodes, writers and other rooms of this library use them.
 
     Raises:
         CatalogError: The catalog cannot be reached, or refuses a call.
@@ -148,6 +148,13 @@ class CatalogClient:
         """
         return self._lookup.describe(name, version)
 
+    def describe_current(self, name: str) -> DatasetInfo:
+        """Describe the current version of a dataset, as `describe` does, for a caller that does not change the result.
+
+        The catalog is not asked if it has changed nothing since it described the dataset.
+        """
+        return self._lookup.describe(name, None, reuse=True)
+
     def describe_version(self, name: str, version: int, lineage_id: str) -> DatasetInfo:
         """Describe a version again.
 
@@ -164,13 +171,16 @@ class CatalogClient:
             "up again, or refresh() the handle, to read the current version"
         )
 
-    def current(self, names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
-        """Return the identity of the current version of each of these datasets that exists.
+    def current(self, names: Sequence[str]) -> Identities:
+        """Return the identity of the current version of each of these datasets that exists, and perhaps of others.
 
         Returns:
             For each name `version`, `created` and `began`, which are the `version`, `created` and `lineage_id` of
                 `describe`.
         """
+        return self._lookup.current(names, self._ask_current)
+
+    def _ask_current(self, names: Sequence[str]) -> Identities:
         records = self._ask("current", {"names": [*names]}, "current", dict)
         if not all(has_fields(record, CURRENT_FIELDS) for record in records.values()):
             raise CatalogError(f"the server at {self.uri} returned an unexpected answer to 'current'")

@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -29,8 +29,11 @@ _ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")  # a byte that is not UTF-8, as `des
 _OUR_ACTION = "committed"
 _MAX_ANSWERS = 16  # answers that are kept
 _MAX_ANSWER = 1 << 17  # bytes of an answer that is kept
-_MAX_COUNTED = 16  # descriptions that are kept for as long as the catalog changes nothing
+_MAX_COUNTED = 16  # descriptions, and identities, that are kept for as long as the catalog changes nothing
 _NOT_COUNTED = (None, None, 0)
+
+#: The identity of the current version of each dataset, as `CatalogClient.current` returns it.
+Identities = Mapping[str, dict[str, Any]]
 
 
 class Lookup:
@@ -44,6 +47,8 @@ class Lookup:
         self._refused_place: CounterPlace | None = None
         #: By name and `embed`, the last descriptions, with the counter and the number from before the question.
         self._counted: dict[tuple[str, int], tuple[DatasetInfo, CounterView, int]] = {}
+        #: The counter and the number from before questions, and the identities that they gave by name.
+        self._identities: tuple[CounterView | None, int, Identities] = (None, 0, {})
 
     def list(self, prefix: str, tags: Mapping[str, str]) -> DatasetList:
         """List datasets. See `CatalogClient.list`."""
@@ -128,6 +133,26 @@ class Lookup:
             self._counted[name, embed] = info, counter, number
         return info
 
+    def current(self, names: Sequence[str], ask: Callable[[Sequence[str]], Identities]) -> Identities:
+        """Return the identities of the current versions of at least these datasets. See `CatalogClient.current`.
+
+        Args:
+            names: The names.
+            ask: Asks the catalog, which is not necessary if it has changed nothing since the last question.
+        """
+        counter = self._counter
+        number = 0 if counter is None else counter.read()  # before the question
+        last_counter, last_number, identities = self._identities
+        if not number or counter is not last_counter or number != last_number:
+            identities = {}
+        missing = [name for name in names if name not in identities]
+        if not missing:
+            self._calls.connected()
+            return identities
+        answer = ask(missing)
+        self._identities = counter, number, {**identities, **answer} if len(identities) < _MAX_COUNTED else answer
+        return {**identities, **answer}
+
     def _open_counter(self, place: CounterPlace) -> CounterView | None:
         """Return a view of a counter, unless it lies in another container, or belongs to another user."""
         if place != self._refused_place:
@@ -143,6 +168,7 @@ class Lookup:
         """Close the view of the catalog's counter."""
         self._counter = None
         self._counted.clear()
+        self._identities = None, 0, {}
 
     def _describe(self, name: str, version: int | None, embed: int, reuse: bool) -> DatasetInfo:
         descriptor = _descriptor(name, version, embed, host_name(), boot_id())

@@ -167,12 +167,13 @@ class MappedVersion:
 
     def _table(self, numbers: Sequence[int], columns: Sequence[int]) -> pa.Table:
         if len(numbers) == len(self._pairs):
-            return self._whole.select([*columns])
+            return self.whole.select([*columns])
         chosen = (self._pairs[number][0].select([*columns]) for number in numbers)
         return pa.Table.from_batches(chosen, select_fields(self.schema, columns))
 
     @cached_property
-    def _whole(self) -> pa.Table:
+    def whole(self) -> pa.Table:
+        """All rows and columns as a table."""
         return pa.Table.from_batches([batch for batch, _ in self._pairs], self.schema)
 
     def _is_scannable(self, columns: Sequence[int]) -> bool:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Self
 
 import pyarrow as pa
@@ -20,7 +21,7 @@ from dissociated.client.dataset import DatasetHandle
 from dissociated.client.mapped import MappedVersion
 from dissociated.client.request import ReadRequest
 from dissociated.client.scanner import Scanner
-from dissociated.client.sql_database import open_database
+from dissociated.client.sql_database import KeptQuery, open_database
 from dissociated.client.version_reader import VersionReader
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
@@ -45,6 +46,7 @@ _QUERIES = {"SELECT", "EXPLAIN", "MULTI"}
 _LONG = 1 << 20  # least number of rows of a dataset for which a query is tried with its handle
 _MAX_READ = 0.25  # largest fraction of the batches that a scan of a handle may need
 _MAX_REFUSED = 1_000  # most statements that are remembered for a version
+_MAX_KEPT_LENGTH = 1 << 14  # characters of a query that is kept
 #: The digests of the statements that were refused, as long as a version is kept. The statements may be long.
 _refused_statements: weakref.WeakKeyDictionary[MappedVersion, set[bytes]] = weakref.WeakKeyDictionary()
 
@@ -60,6 +62,10 @@ class SqlSession:
     handles. A scan that statistics do not make short is refused, and the query begins anew with Tables. The next time,
     it begins with Tables.
 
+    A query over Tables is kept with its connection. When it comes again, and its datasets have not changed, it is not
+    parsed, and its Tables are registered already. No other query gets this connection, which functions such as
+    `setseed` change.
+
     Args:
         client: The client.
         advice: The end of the message that a statement would change a dataset.
@@ -70,15 +76,21 @@ class SqlSession:
         self._advice = advice
         self._is_shared = True  # whether the database is that of the client, which statements do not change
         self._has_tables = False  # whether there may be tables that are no datasets
-        self._datasets: dict[str, _SqlHandle] = {}
+        self._datasets: dict[str, _SqlDataset] = {}
         self._registered: dict[str, Any] = {}  # the handle or Table by which DuckDB knows each dataset
         self._failures: list[Failure] = []  # of the datasets that the current statement reads
         self._connection = client.sql_database.connect()
+        self._text: str | None = None  # of a query that can be kept
+        self._finished: duckdb.Statement | None = None  # the last query, if its result has been read to its end
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._text is not None and self._finished is not None:
+            query = KeptQuery(self._finished, self._connection, self._registered)
+            if self._client.sql_database.kept_versions.put_query(self._text, query):
+                return
         self._connection.close()
 
     def parse(self, query: str, *, returns_rows: bool = False) -> Sequence[duckdb.Statement]:
@@ -92,6 +104,11 @@ class SqlSession:
             OptionError: A statement is invalid, would change a dataset, or makes a table that would be gone when the
                 session ends.
         """
+        kept_query = self._client.sql_database.kept_versions.take_query(query)
+        if kept_query is not None:
+            self._connection.close()
+            self._text, self._connection, self._registered = query, kept_query.connection, kept_query.tables
+            return [kept_query.statement]
         with self._errors():
             statements = self._connection.extract_statements(query)
         kinds = [statement.type.name for statement in statements]
@@ -108,6 +125,8 @@ class SqlSession:
         if {*kinds} != {"SELECT"}:
             self._connection.close()
             self._connection, self._is_shared = open_database(), False
+        elif len(statements) == 1 and len(query) <= _MAX_KEPT_LENGTH:
+            self._text = query
         return statements
 
     def run(self, statement: duckdb.Statement) -> pa.RecordBatchReader | None:
@@ -122,12 +141,18 @@ class SqlSession:
             DatasetNotFound: There is neither a table nor a dataset of a name.
             WrongKind: The dataset of a name holds tensors.
         """
-        self._find_kept(self._names(statement.query))
+        if self._text is not None and self._registered:  # by the session that kept the query
+            self._find_kept({*self._registered})
+            if self._datasets.keys() != self._registered.keys():  # some have changed
+                self._connection.close()
+                self._connection, self._registered = self._client.sql_database.connect(), {}
+        else:
+            self._find_kept(self._names(statement.query))
         kind = statement.type.name
         is_tried = self._is_shared  # other statements might take effect twice
         while True:
-            for name, handle in self._datasets.items():
-                self._register(name, handle.begin(statement.query) if is_tried else handle.whole)
+            for name, dataset in self._datasets.items():
+                self._register(name, dataset.begin(statement.query) if is_tried else dataset.whole)
             self._failures.clear()
             missing = None
             with self._errors():
@@ -135,7 +160,7 @@ class SqlSession:
                     relation = self._connection.sql(statement)
                     if relation is None or kind in _CHANGING | _PREPARING:
                         return None
-                    if (reader := self._begin(relation)) is not None:
+                    if (reader := self._begin(relation, statement)) is not None:
                         return reader
                 except duckdb.CatalogException as error:
                     missing = _MISSING.search(str(error))
@@ -146,8 +171,8 @@ class SqlSession:
             else:
                 self._datasets[missing[1]] = self._find(missing[1])
 
-    def _begin(self, relation: Any) -> pa.RecordBatchReader | None:
-        """Return the result of a relation, of which the first batch was read; None if a handle has refused a scan.
+    def _begin(self, relation: Any, statement: duckdb.Statement) -> pa.RecordBatchReader | None:
+        """Return the result of a statement, of which the first batch was read; None if a handle has refused a scan.
 
         No scan is refused afterwards. The reader raises the errors of `run` if the rest of the query fails.
         """
@@ -168,11 +193,12 @@ class SqlSession:
                 yield first
             with self._errors():
                 yield from reader
+            self._finished = statement
 
         return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
     def _has_refused(self) -> bool:
-        refusals = [handle.accept_all() for handle in self._datasets.values()]
+        refusals = [dataset.handle.accept_all() for dataset in self._datasets.values() if dataset.is_tried]
         return any(refusals)
 
     def _register(self, name: str, form: Any) -> None:
@@ -221,22 +247,22 @@ class SqlSession:
         for info in infos:
             identity = {"version": info.version, "created": info.created, "began": info.lineage_id}
             if current.get(info.name) == identity:
-                self._datasets[info.name] = _SqlHandle(self._client, info, self._failures)
+                self._datasets[info.name] = _SqlDataset(self._client, info, self._failures)
 
-    def _find(self, name: str) -> _SqlHandle:
+    def _find(self, name: str) -> _SqlDataset:
         try:
-            info = self._client.describe(name)
+            info = self._client.describe_current(name)
         except DatasetNotFound as unknown:
             raise DatasetNotFound(f"DuckDB has no table {name!r}, and {unknown}") from None
         if info.tensors is not None:
             raise WrongKind(
                 f"{name!r} holds tensors, which have no rows: client.read_tensors({name!r}) reads them in Python"
             )
-        return _SqlHandle(self._client, info, self._failures)
+        return _SqlDataset(self._client, info, self._failures)
 
 
-class _SqlHandle(DatasetHandle):
-    """A handle that can refuse scans of most batches.
+class _SqlDataset:
+    """A dataset that statements read.
 
     Args:
         client: The client.
@@ -247,26 +273,53 @@ class _SqlHandle(DatasetHandle):
     def __init__(self, client: CatalogClient, info: DatasetInfo, failures: list[Failure]) -> None:
         kept_versions = client.sql_database.kept_versions
         kept_version = kept_versions.get(info)
-        super().__init__(client, info, reader=_RecordingReader(client, info, failures, kept_version))
-        self._lock = threading.Lock()  # DuckDB scans in its own threads
-        self._statement: bytes | None = None  # the digest of the statement that begins; its scans may be refused
-        self._has_refused = False
+        self._client = client
+        self._info = info
+        self._reader = _RecordingReader(client, info, failures, kept_version)
         self._mapped = self._reader.map(client.defaults, described_now=True)
         if self._mapped is not None and kept_version is None:
             kept_versions.put(info, self._mapped)
-        #: The form in which DuckDB reads the dataset best if it needs most rows: a Table if the rows are mapped.
-        self.whole: Any = self if self._mapped is None else self.to_table()
+        #: Whether a statement began with the handle, and its scans may be refused.
+        self.is_tried = False
+
+    @property
+    def whole(self) -> Any:
+        """The form in which DuckDB reads the dataset best if it needs most rows: a Table if the rows are mapped."""
+        return self.handle if self._mapped is None else self._mapped.whole
+
+    @cached_property
+    def handle(self) -> _SqlHandle:
+        """The handle. To make it takes longer than to find a kept version, and most statements need none."""
+        return _SqlHandle(self._client, self._info, self._reader, self._mapped)
 
     def begin(self, statement: str) -> Any:
         """Return the form with which a statement begins. If it is the handle of mapped rows, it refuses long scans."""
         mapped = self._mapped
-        if mapped is None or not mapped.has_statistics or (self.num_rows or 0) < _LONG:
+        if mapped is None or not mapped.has_statistics or (self._info.rows or 0) < _LONG:
             return self.whole
         digest = hashlib.blake2b(statement.encode(), digest_size=16).digest()
         if digest in _refused_statements.get(mapped, ()):
             return self.whole
-        self._statement = digest
-        return self
+        self.is_tried = True
+        self.handle.refuse_long(digest)
+        return self.handle
+
+
+class _SqlHandle(DatasetHandle):
+    """A handle that can refuse scans of most batches. `mapped` has its rows if they are mapped."""
+
+    def __init__(
+        self, client: CatalogClient, info: DatasetInfo, reader: VersionReader, mapped: MappedVersion | None
+    ) -> None:
+        super().__init__(client, info, reader=reader)
+        self._lock = threading.Lock()  # DuckDB scans in its own threads
+        self._mapped = mapped
+        self._statement: bytes | None = None  # the digest of the statement that begins; its scans may be refused
+        self._has_refused = False
+
+    def refuse_long(self, statement: bytes) -> None:
+        """Refuse long scans of the statement with this digest."""
+        self._statement = statement
 
     def scanner(self, columns: Any = None, filter: Any = None, **options: Any) -> Scanner:
         """Return a selection. See `DatasetHandle.scanner`.
@@ -286,7 +339,7 @@ class _SqlHandle(DatasetHandle):
         return filter_ is None or len(mapped.passing_numbers(filter_)) > _MAX_READ * len(mapped.batches)
 
     def accept_all(self) -> bool:
-        """Refuse no more scans. Return whether a scan was refused since `begin`, which is remembered."""
+        """Refuse no more scans. Return whether a scan was refused since `refuse_long`, which is remembered."""
         with self._lock:
             statement, self._statement = self._statement, None
             has_refused, self._has_refused = self._has_refused, False

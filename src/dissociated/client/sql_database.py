@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound, leak
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dissociated.client.mapped import MappedVersion
 
 _MAX_VERSIONS = MAX_CURRENT  # so that one call identifies all
+_MAX_QUERIES = 32
 
 
 def open_database() -> duckdb.DuckDBPyConnection:
@@ -39,7 +40,8 @@ class SqlDatabase(ProcessBound):
     """An empty database that is opened by the first query, and kept for the next ones. It is thread-safe.
 
     Each query has a connection of its own, in which the objects that it registers are temporary views: no other
-    connection sees them. Queries should not change the database itself, which some functions of DuckDB do.
+    connection sees them. The same query may get it again. Queries should not change the database itself, which some
+    functions of DuckDB do.
     """
 
     def __init__(self) -> None:
@@ -71,6 +73,15 @@ class SqlDatabase(ProcessBound):
 
 
 @dataclass
+class KeptQuery:
+    """A query that has run: its statement, and a connection in which the Tables that it reads are registered."""
+
+    statement: duckdb.Statement
+    connection: duckdb.DuckDBPyConnection
+    tables: dict[str, Any]
+
+
+@dataclass
 class _Entry:
     info: DatasetInfo
     mapped: MappedVersion
@@ -78,7 +89,7 @@ class _Entry:
 
 
 class KeptVersions(ProcessBound):
-    """The mapped versions of the last queries, which the next ones read again. It is thread-safe.
+    """The mapped versions of the last queries, which the next ones read again, and these queries. It is thread-safe.
 
     A query over memory that is mapped anew has a page fault for each few pages, which can take longer than the rest of
     the query. A version is kept until no query has used it for MAX_AGE seconds. Then a thread gives it back, because a
@@ -87,6 +98,7 @@ class KeptVersions(ProcessBound):
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}  # by name; the version that was used last is the last one
+        self._queries: dict[str, KeptQuery] = {}  # by text; the query that was put last is the last one
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._is_stopped = False
@@ -104,22 +116,54 @@ class KeptVersions(ProcessBound):
             return entry.mapped
 
     def find(self, names: Iterable[str]) -> list[DatasetInfo]:
-        """Return the descriptions of the versions of these names that are kept."""
+        """Return the descriptions of the versions of these names that are kept and have not expired."""
+        now = time.time()
         with self._lock:
-            return [self._entries[name].info for name in names if name in self._entries]
+            infos = [self._entries[name].info for name in names if name in self._entries]
+        return [info for info in infos if info.expires is None or info.expires > now]
 
     def put(self, info: DatasetInfo, mapped: MappedVersion) -> None:
         """Keep a version in place of the others of its name."""
-        removed = []  # which is freed without the lock: it may take long to unmap
+        removed = []  # which is freed without the lock
         with self._lock:
             if self._thread is None:
                 self._start()
             if self._thread is None:
                 return
-            removed.append(self._entries.pop(info.name, None))
+            if info.name in self._entries:
+                removed += self._remove({info.name})
             self._entries[info.name] = _Entry(info, mapped, time.monotonic())
             if len(self._entries) > _MAX_VERSIONS:
-                removed.append(self._entries.pop(next(iter(self._entries))))
+                removed += self._remove({next(iter(self._entries))})
+
+    def _remove(self, names: Set[str]) -> list[object]:
+        """Remove versions, and the queries that read them. Return them: to unmap them may take long.
+
+        The caller holds the lock.
+        """
+        texts = [text for text, query in self._queries.items() if not names.isdisjoint(query.tables)]
+        return [*(self._queries.pop(text) for text in texts), *(self._entries.pop(name) for name in names)]
+
+    def take_query(self, text: str) -> KeptQuery | None:
+        """Return a query with this text if it is kept. It is not kept any more."""
+        with self._lock:
+            return self._queries.pop(text, None)
+
+    def put_query(self, text: str, query: KeptQuery) -> bool:
+        """Keep a query in place of another one with this text. Return whether it is kept.
+
+        It is not if it reads no version that is kept, or anything else.
+        """
+        removed = []  # which is freed without the lock
+        with self._lock:
+            entries = [(self._entries.get(name), table) for name, table in query.tables.items()]
+            if not entries or any(entry is None or entry.mapped.whole is not table for entry, table in entries):
+                return False
+            removed.append(self._queries.pop(text, None))
+            self._queries[text] = query
+            if len(self._queries) > _MAX_QUERIES:
+                removed.append(self._queries.pop(next(iter(self._queries))))
+        return True
 
     def _start(self) -> None:
         self.bind_to_process()  # a child that keeps versions may fork, too
@@ -137,13 +181,15 @@ class KeptVersions(ProcessBound):
         with self._lock:
             self._changed.clear()
             oldest = time.monotonic() - MAX_AGE
-            removed = [entry for entry in self._entries.values() if entry.last_use <= oldest or self._is_stopped]
-            for entry in removed:  # `removed` is freed without the lock
-                del self._entries[entry.info.name]
-            if self._entries:
-                return min(entry.last_use for entry in self._entries.values()) - oldest
-            self._thread = None
-            return None
+            old = {name for name, entry in self._entries.items() if entry.last_use <= oldest or self._is_stopped}
+            removed = self._remove(old)
+            pause = min((entry.last_use for entry in self._entries.values()), default=None)
+            if pause is None:
+                self._thread = None
+            else:
+                pause -= oldest
+        del removed  # without the lock
+        return pause
 
     def stop(self) -> None:
         """Make the thread return. Called at the exit of the interpreter."""
@@ -153,13 +199,15 @@ class KeptVersions(ProcessBound):
     def close(self) -> None:
         """Keep nothing. Memory is given back when the last query that reads it ends."""
         with self._lock:
-            removed, self._entries = self._entries, {}
+            removed = self._remove({*self._entries})
             self._changed.set()
         del removed  # without the lock
 
     def after_fork_in_child(self) -> None:
-        """Discard the versions, which the parent keeps, and the thread, which the child lacks."""
+        """Discard the versions, which the parent keeps, leak its connections, and discard the thread."""
         self._entries = {}
+        leak(self._queries)
+        self._queries = {}
         self._lock = threading.Lock()  # a thread of the parent may hold the other
         self._changed = threading.Event()
         self._thread = None
