@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from dissociated.base.buffers import Buffer
 from dissociated.client.idle import IdleConnections
@@ -47,6 +47,7 @@ UNRESPONSIVE_TIME = 60.0
 #: process share them, since each task of Spark has a client of its own.
 _unresponsive: dict[tuple[str, str, int | None, str], float] = {}
 
+_MAX_IDENTIFIERS = 16  # identifiers that are kept as they are sent
 #: The streams that each connection carries, by the number of connections.
 _STREAMS = {1: (Streams.BOTH,), 2: (Streams.METADATA, Streams.BODIES)}
 
@@ -76,19 +77,37 @@ def request_stream(
     while True:
         idle = _idle_for(uris, request)
         tags = [uri.require_want_data() for uri in uris]
-        full_identifier = identifier if idle is None else with_members(identifier, keep=True)
+        can_free_messages = len(uris) == 1 and all(
+            announces(uris[0], parameter) for parameter in (REQUEST_PARAMETER, FREES_PARAMETER)
+        )
+        requested = _requested(identifier, idle is not None, can_free_messages)
         try:
             if idle is not None and (connection := idle.take(uris[0])) is not None:
                 # The server may have closed it meanwhile: then connect anew.
                 with suppress(ConnectionClosed, RemoteProtocolError):
-                    return ClientStream(_open_session(uris, tags, [connection], full_identifier, request, idle))
+                    return ClientStream(_open_session(uris, tags, [connection], requested, request, idle))
             opened = _connect_all(uris, tags, request, connect_timeout)
-            return ClientStream(_open_session(uris, tags, opened, full_identifier, request, idle))
+            return ClientStream(_open_session(uris, tags, opened, requested, request, idle))
         except UnsafeMemory:
             packed = uris[-1].with_packed_bodies()
             if packed is None:
                 raise
         uris = [*uris[:-1], packed]
+
+
+@lru_cache(_MAX_IDENTIFIERS)
+def _requested(identifier: bytes, keep: bool, can_free_messages: bool) -> tuple[bytes, bool]:
+    """Return the identifier to send, and whether it says that bodies by address are freed by numbers of messages.
+
+    `keep` asks the server to keep the connection after the stream.
+    """
+    if keep:
+        identifier = with_members(identifier, keep=True)
+    with suppress(RemoteProtocolError):  # an identifier that cannot be read is left to the server, which refuses it
+        if can_free_messages:
+            identifier = with_members(identifier, **dict([FREES_PARAMETER]))
+        return identifier, Request.parse(identifier).frees_messages
+    return identifier, False
 
 
 def _idle_for(uris: Sequence[Uri], request: ReadRequest) -> IdleConnections | None:
@@ -123,20 +142,16 @@ def _open_session(
     uris: Sequence[Uri],
     tags: Sequence[int],
     opened: Sequence[Connection],
-    identifier: bytes,
+    requested: tuple[bytes, bool],
     request: ReadRequest,
     idle: IdleConnections | None,
 ) -> ClientSession:
-    """Request the stream on these connections, which are closed if that fails.
+    """Request the stream on these connections, which are closed if that fails. `requested` is of `_requested`.
 
     If `idle` is given, it gets the connection when the stream has ended.
     """
     timeout = request.timeout
-    frees_messages = False
-    with suppress(RemoteProtocolError):  # an identifier that cannot be read is left to the server, which refuses it
-        if len(uris) == 1 and announces(uris[0], REQUEST_PARAMETER) and announces(uris[0], FREES_PARAMETER):
-            identifier = with_members(identifier, **dict([FREES_PARAMETER]))
-        frees_messages = Request.parse(identifier).frees_messages
+    identifier, frees_messages = requested
     takes_missed = announces(uris[0], MISSED_PARAMETER)
     if takes_missed:  # the limit is for the publisher's metadata
         request = replace(request, max_metadata=request.max_metadata + MAX_NOTE_SIZE)

@@ -179,6 +179,8 @@ def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None
     with _closed_on_error(stream):
         if stream.is_tensors:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
+        if step.residual.columns is None:
+            return stream, None
         return stream, step.residual.positions(read_schema(stream.header, RemoteProtocolError).names)
 
 
