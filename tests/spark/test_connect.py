@@ -23,7 +23,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pyspark.sql.connect.dataframe import DataFrame
 from pyspark.sql.connect.session import SparkSession
-from dissociated.spark import publish, read, session
+from dissociated.spark import map_in_arrow, publish, read, session
 
 uri, program = sys.argv[1:]
 os.environ.update(SPARK_REMOTE="local[2]", DISSOCIATED_CATALOG=uri)
@@ -39,6 +39,11 @@ assert [row.id for row in there.collect()] == [*range(990, 1000)]
 with redirect_stdout(StringIO()) as plan:
     there.explain()
 assert "BatchScan dissociated" in plan.getvalue() and "Python" not in plan.getvalue()
+mapped = map_in_arrow(there, lambda batches: batches, "id long")
+assert [row.id for row in mapped.collect()] == [*range(990, 1000)]
+with redirect_stdout(StringIO()) as plan:
+    mapped.explain()
+assert "MapInMemory" in plan.getvalue()
 by_name = spark.read.format("dissociated").option("catalog", uri).schema("text string").load("numbers")
 assert by_name.limit(1).collect() == [("text 0",)]
 assert spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch") == "2147483647"
