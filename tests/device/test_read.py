@@ -240,6 +240,8 @@ def test_flat_columns_are_arrays(client: dis.Client, device: Device) -> None:
     types = client.read_on_device("types", device).read_next_batch()
     _, kind, shape = tensor_of(types["decimal128 full"])
     assert (kind, shape) == (64, (19, 2)), "two integers, the lower one first"
+    empty = DeviceColumn(device, pa.array([], pa.int64()), None, False)
+    assert tensor_of(empty) == tensor_of(empty, copy=True) == tensor_of(empty, max_version=(1, 0)) == (0, 64, (0,))
     with pytest.raises(BufferError, match="is not copied to another device"):
         batch["f"].__dlpack__(dl_device=(1, 0))
     with pytest.raises(BufferError, match="column of string"):

@@ -123,7 +123,7 @@ def run(server: dis.Server, folder: Path, way: str, *command: str) -> list[objec
     script, out = folder / "script.py", folder / "out"
     script.write_text(SCRIPT)
     out.mkdir()
-    subprocess.run([sys.executable, *command, str(script), server.catalog_uri, str(out), way], check=True, timeout=110)
+    subprocess.run([sys.executable, *command, str(script), server.catalog_uri, str(out), way], check=True, timeout=280)
     return [json.loads(file.read_text()) for file in out.iterdir()]
 
 

@@ -33,6 +33,7 @@ _TENSOR, _VERSIONED = b"dltensor", b"dltensor_versioned"
 _DLPACK_VERSION = 1, 0
 _COPIED = 2  # DLPACK_FLAG_BITMASK_IS_COPIED
 _INT, _UINT, _FLOAT = 0, 1, 2  # DLDataTypeCode
+_ALIGNMENT = 64  # bytes
 _NO_SYNCHRONIZATION = -1
 _LEGACY_STREAM = 1
 
@@ -144,7 +145,8 @@ class DeviceColumn:
             event.synchronize()  # the consumer cannot wait for the copy
         elif event is not None and stream != _NO_SYNCHRONIZATION:
             self.device.wait_on(_LEGACY_STREAM if stream is None else stream, event)
-        interface = {"shape": self._shape(words), "typestr": _typestr(code, bits), "data": (address, read_only)}
+        place = address or _ALIGNMENT  # NumPy 2.1 refuses null, which is the address of an empty column
+        interface = {"shape": self._shape(words), "typestr": _typestr(code, bits), "data": (place, read_only)}
         # NumPy's capsules are deleted in C. A consumer deletes them while its error is raised if it refuses them, and a
         # callback of ctypes would replace that error by a SystemError.
         array = np.asarray(_Values({**interface, "version": 3}, owner))
