@@ -147,6 +147,10 @@ class StoreBackend(Backend):
         except StoreError as error:
             _log.warning("removing a refused version failed, it is tried again: version=%s error=%s", id, str(error))
             self._refused.add(id)
+            version = self.store.version(id)
+            if version is not None:
+                with suppress(StoreError):  # Then a restart before the next attempt would publish the version.
+                    self.store.withhold(version)
 
     def _remove_refused(self, id: str) -> None:
         version = self.store.version(id)

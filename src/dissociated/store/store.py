@@ -415,6 +415,11 @@ class Store(ProcessBound):
             current, _ = self._places.find(version)
             self._places.record_published(self._update(current, prepared=False, whole=whole))
 
+    def withhold(self, version: Version) -> None:
+        """Record durably that a version was not published, because it cannot be removed now. Raises StoreError."""
+        with self._locked:
+            self._places.confirm(self._places.mark(version, prepared=True))
+
     def record_published(self, version: Version) -> None:
         """Record that a pending version was published, unless it is gone already.
 
