@@ -139,7 +139,7 @@ class StoreBackend(Backend):
     def remove(self, ids: Iterable[str]) -> None:
         versions = (self.store.version(id) for id in {*ids})
         held_versions = [version for version in versions if version is not None]
-        self.store.remove(*sorted(held_versions, key=lambda version: version.serial))
+        self.store.remove(*sorted(held_versions, key=lambda version: (version.number, version.serial)))
 
     def refuse(self, id: str) -> None:
         try:
