@@ -5,6 +5,7 @@ The other thread's work runs in the committing thread at exactly that step: each
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +22,10 @@ from dissociated.errors import CatalogError, DatasetNotFound, StoreFull
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from support.injection import Fault, clock_step
+from support.helpers import PATIENCE
+from support.injection import Fault, child_environment, clock_step
 from support.nodes import MIB, SCHEMA, put, read, table
+from support.processes import Fork
 
 LARGE = table(*range(3 * MIB // 8))
 LIMIT = 4 * MIB  # room for one dataset of this size
@@ -147,3 +150,36 @@ def test_a_commit_that_comes_again_overwrites_nothing_that_was_committed_since(
         assert read(node.uri, "d") == [*rows, 4]
     with Node(Store(memory), ["shm:"]) as node:
         assert read(node.uri, "d") == [*rows, 4]
+
+
+CHILD = """
+import os, signal, sys
+import dissociated as dis
+from dissociated.catalog.database import Database
+from dissociated.catalog.store_backend import StoreBackend
+from dissociated.node.node import Node
+from dissociated.store.store import Store
+from support.injection import Fault
+from support.nodes import table
+refuse = StoreBackend.refuse
+def refuse_and_end(backend, id):
+    refuse(backend, id)
+    os.kill(os.getpid(), signal.SIGKILL)
+def fail(*arguments):
+    raise dis.errors.CatalogError("refused")
+with Node(Store(sys.argv[1]), ["shm:"]) as node, dis.connect(node.uri) as client:
+    client.put("d", table(1))
+    Database.publish, StoreBackend.refuse = fail, refuse_and_end
+    Fault(f"{sys.argv[1]}/segments", at=1, operations=("rename",)).arm()  # the first one commits the version
+    client.put("d", table(2))
+"""
+
+
+def test_a_version_that_was_refused_is_not_published_by_a_restart(memory: Path, forks: None) -> None:
+    """The node is killed when its removal has failed, before it is tried again."""
+    with Fork("-c", CHILD, memory, env=child_environment()) as process:
+        assert process.wait(PATIENCE) == -signal.SIGKILL
+    with Node(Store(memory), ["shm:"]) as node, dis.connect(node.uri) as client:
+        assert client.read("d").read_all() == table(1)
+        client.put("d", table(3))
+        assert client.describe("d").version == 3

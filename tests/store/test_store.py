@@ -13,6 +13,7 @@ import textwrap
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,21 @@ def test_an_attempt_that_comes_too_late_leaves_the_later_one_alone(memory: Path)
                 store.commit(commit_of("some", names, key="k", number=7), prepared=True)
         store.confirm(later, whole=True)
         assert [(version.number, numbers(store, version)) for version in store.versions()] == [(8, [2])]
+
+
+def test_a_commit_that_is_repeated_after_others_is_the_last(memory: Path) -> None:
+    """The catalog did not get the answer to the first call. The order of versions is that of their numbers."""
+    with Store(memory, limit=14 * MIB) as store:
+        first = commit_of("some", [write_large(store, "a", 5)], key="a", number=1)
+        store.commit(first, prepared=True)
+        other = store.commit(commit_of("some", [write_large(store, "b", 5)], key="b", number=2), prepared=True)
+        store.confirm(other, whole=True)
+        repeated = store.commit(replace(first, number=3), prepared=True)
+        store.confirm(repeated, whole=True)
+        assert [version.number for version in store.named("some")] == [2, 3]
+        store.ensure_room("room for it", 6 * MIB)
+        assert [version.key for version in store.versions()] == ["a"]
+        assert store.current("some") == store.version(repeated.id)
 
 
 def test_versions_that_were_appended_to_share_what_is_open(memory: Path) -> None:

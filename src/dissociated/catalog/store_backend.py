@@ -139,7 +139,7 @@ class StoreBackend(Backend):
     def remove(self, ids: Iterable[str]) -> None:
         versions = (self.store.version(id) for id in {*ids})
         held_versions = [version for version in versions if version is not None]
-        self.store.remove(*sorted(held_versions, key=lambda version: version.serial))
+        self.store.remove(*sorted(held_versions, key=lambda version: (version.number, version.serial)))
 
     def refuse(self, id: str) -> None:
         try:
@@ -147,6 +147,10 @@ class StoreBackend(Backend):
         except StoreError as error:
             _log.warning("removing a refused version failed, it is tried again: version=%s error=%s", id, str(error))
             self._refused.add(id)
+            version = self.store.version(id)
+            if version is not None:
+                with suppress(StoreError):  # Then a restart before the next attempt would publish the version.
+                    self.store.withhold(version)
 
     def _remove_refused(self, id: str) -> None:
         version = self.store.version(id)

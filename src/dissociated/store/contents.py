@@ -95,8 +95,12 @@ class Contents(Generic[P]):
         return None if id is None else self._versions[id][0]
 
     def named(self, name: str) -> list[Version]:
-        """Return the published versions of `name` that are whole datasets, in the order of their commits."""
-        return [version for version in self.with_name(name) if version.whole and not version.prepared]
+        """Return the published versions of `name` that are whole datasets, in the order of their numbers.
+
+        A version gets a higher number than later commits have if its commit is repeated after them.
+        """
+        versions = (version for version in self.with_name(name) if version.whole and not version.prepared)
+        return sorted(versions, key=lambda version: (version.number, version.serial))
 
     def names(self) -> Iterator[str]:
         """Iterate over the names of all datasets."""

@@ -148,12 +148,12 @@ class Store(ProcessBound):
             return self._serial
 
     def current(self, name: str) -> Version | None:
-        """Return the published version of `name` that was committed last, or None."""
+        """Return the published version of `name` with the highest number, or None."""
         with self._locked:
             return next(iter(self._contents.named(name)[-1:]), None)
 
     def named(self, name: str) -> list[Version]:
-        """Return the versions of `name` that are known to be published and whole, in the order of their commits."""
+        """Return the versions of `name` that are known to be published and whole, in the order of their numbers."""
         with self._locked:
             return self._contents.named(name)
 
@@ -415,6 +415,11 @@ class Store(ProcessBound):
             current, _ = self._places.find(version)
             self._places.record_published(self._update(current, prepared=False, whole=whole))
 
+    def withhold(self, version: Version) -> None:
+        """Record durably that a version was not published, because it cannot be removed now. Raises StoreError."""
+        with self._locked:
+            self._places.confirm(self._places.mark(version, prepared=True))
+
     def record_published(self, version: Version) -> None:
         """Record that a pending version was published, unless it is gone already.
 
@@ -457,7 +462,7 @@ class Store(ProcessBound):
         """Remove versions. Their readers are not disturbed, and keep the memory until they have finished.
 
         Args:
-            versions: The versions, in the order of their commits. They are removed in this order.
+            versions: The versions, in the order of their numbers. They are removed in this order.
 
         Raises:
             StoreError: A version cannot be removed durably. That version still exists, and so do the later versions of
