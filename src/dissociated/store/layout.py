@@ -84,6 +84,14 @@ def check_staged_name(name: str) -> None:
         raise StoreError(f"{name[:_NAME_MAX]!r} is not the name of a file in the staging directory")
 
 
+def commit_key_of(name: str) -> str:
+    """Return the key of the commit that a staged segment was written for: the part of its name before the last dash.
+
+    The key itself may have dashes.
+    """
+    return name.rpartition("-")[0]
+
+
 def is_draft(name: str) -> bool:
     """Return whether a directory in the staging directory is a version that is being committed or removed."""
     return _DRAFT.fullmatch(name) is not None
