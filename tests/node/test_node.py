@@ -113,6 +113,21 @@ def test_a_node_that_was_killed_knows_every_commit_that_is_in_its_datasets(memor
     assert staged(memory / "store") == []
 
 
+def test_segments_of_a_key_with_dashes_are_those_of_that_key_alone(memory: Path) -> None:
+    keys = ("2026", "2026-11", "5f8b0a34-1c1e-4f5e-9c7e-0d6b3f1a2b3c")
+    with Node(Store(memory), ["shm:"]) as node, dis.connect(node.uri) as client:
+        for key in keys:
+            for name in (f"{key}-0.arrows", f"{key}-1.arrows"):
+                write(node.uri, name, 1)
+        client.commit(commit_of("d", ["2026-0.arrows"], SCHEMA, key="2026"))
+        node.service.catalog.reconcile()
+        assert staged(memory) == sorted(f"{key}-{number}.arrows" for key in keys[1:] for number in (0, 1))
+        client.commit(commit_of("d", ["2026-11-1.arrows"], SCHEMA, key="2026-11"))
+        client.abort(keys[2])
+        node.service.catalog.reconcile()
+        assert staged(memory) == []
+
+
 def test_a_commit_without_segments_may_come_again(memory: Path, start: Start) -> None:
     """A Spark job with empty partitions sends such commits, on the host of the node."""
     node = start("node", "--store", memory / "store")

@@ -467,6 +467,25 @@ def test_a_node_with_a_part_of_the_last_version_does_not_show_the_one_before(mem
         assert version(a.uri, "d")[0::2] == (3, [5])
 
 
+def test_versions_on_disk_are_those_of_the_store_that_has_the_disk_now(cluster: Cluster, tmp_path: Path) -> None:
+    """The memory of a node is lost, and with it the id of its store. The spill directory stays."""
+    options: dict[str, Any] = {"limit": 2 * MIB, "policy": Policy.SPILL, "spill": tmp_path / "disk"}
+    before = cluster.start_node("before", **options)
+    put(before.uri, "d", table(*range(100_000)))
+    cluster.tell()
+    before.store.ensure_room("new", int(1.9 * MIB))
+    assert not before.store.usage().committed
+    cluster.nodes.pop("before").close()
+    after = cluster.start_node("after", **options)
+    cluster.tell()
+    with dis.connect(cluster.uri) as client:
+        assert client.read("d").read_all().num_rows == 100_000
+        client.forget(before.store.id)
+        cluster.tell()
+        assert client.read("d").read_all().num_rows == 100_000
+    assert len(after.store.versions()) == 1
+
+
 def test_the_order_is_that_of_the_numbers_whatever_the_clock_says(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,9 +121,9 @@ def test_a_loser_that_still_writes_is_told_and_leaves_nothing(memory: Path, run:
 def test_an_abort_takes_the_files_of_killed_tasks_of_this_job_alone(catalog: str, stage: Path) -> None:
     writer, other = writing(catalog), writing(catalog)
     for key in (writer.key, other.key):
-        (stage / f"{key}-000000-0.arrows").write_bytes(b"half of a segm")
+        (stage / f"{key}-000000.0.arrows").write_bytes(b"half of a segm")
     writer.abort([None])
-    assert staged(stage) == [f"{other.key}-000000-0.arrows"]
+    assert staged(stage) == [f"{other.key}-000000.0.arrows"]
 
 
 def test_a_repeated_commit_changes_nothing(catalog: str, run: Run) -> None:

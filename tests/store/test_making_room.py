@@ -191,13 +191,13 @@ def test_the_tasks_of_one_write_are_told_what_was_evicted_for_all_of_them(memory
     with Store(memory / "store", 14 * MIB, Policy.EVICT) as store:
         for name in "abc":
             put(store, name, 4)
-        tasks = [store.writer(f"key-{number:06}-{number}.arrows", SCHEMA) for number in range(3)]
+        tasks = [store.writer(f"key-{number:06}.{number}.arrows", SCHEMA) for number in range(3)]
         batch = pa.record_batch({"n": pa.array([7] * (MIB // 8), pa.int64())})
         with pytest.raises(StoreFull, match=r"evicted for the write before: 3 datasets, 'a', 'b', 'c'$"):
             write_in_turns(tasks, batch)
         for task in tasks:
             task.abort()
-        store.discard(f"key-{number:06}-{number}.arrows" for number in range(3))
+        store.discard(f"key-{number:06}.{number}.arrows" for number in range(3))
         (store.staging / "key-3").touch(0o600)
         with pytest.raises(StoreError, match=r"can never fit$"):
             store.reserve("key-3", 15 * MIB)

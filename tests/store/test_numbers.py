@@ -13,8 +13,10 @@ import pytest
 from dissociated.control.version import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from support.helpers import commit_of
+from support.helpers import PATIENCE, commit_of
+from support.injection import Fault
 from support.nodes import MIB, SCHEMA, staged, table
+from support.processes import Fork
 
 
 def commit(store: Store, name: str, number: int, rows: Sequence[int] = (1,), prepared: bool = False) -> Version:
@@ -84,6 +86,32 @@ def test_a_number_survives_a_kill_during_the_removal(memory: Path) -> None:
     for _ in range(2):
         assert removed(memory) == {"d": (2, True)}  # the reason of the removal is lost
         assert staged(memory) == []
+
+
+REMOVING = """
+import sys
+from dissociated.store.store import Store
+with Store(sys.argv[1]) as store:
+    store.remove(*store.versions())
+"""
+
+
+def test_a_version_that_was_dropped_is_not_lost_wherever_its_removal_was_killed(memory: Path, forks: None) -> None:
+    killed_after = 0
+    for at in range(20):
+        directory = memory / str(at)
+        with Store(directory) as store:
+            commit(store, "d", 2)
+        environment = Fault(str(directory), at, None, ("unlink",)).environment()
+        with Fork("-c", REMOVING, directory, env=environment) as process:
+            process.communicate(timeout=PATIENCE)
+        if process.returncode == 0:
+            break
+        with Store(directory) as store:
+            if not store.versions():
+                killed_after += 1
+                assert store.removals() == {"d": (2, False, 2)}, at
+    assert killed_after > 2
 
 
 @pytest.mark.parametrize("lost", [False, True])

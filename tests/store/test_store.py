@@ -665,6 +665,28 @@ def test_a_version_whose_mover_was_killed_is_there_once(memory: Path) -> None:
         assert not (home / "segments" / version.id).exists()
 
 
+def test_a_store_does_not_start_without_the_disk_that_has_its_versions(memory: Path) -> None:
+    home, disk, other = memory / "store", memory / "disk", memory / "other"
+    with Store(home, limit=14 * MIB, policy=Policy.SPILL, spill=disk):
+        pass
+    with Store(home, limit=14 * MIB, policy=Policy.SPILL, spill=other) as store:  # nothing was spilled
+        for name in "abc":
+            store.commit(commit_of(name, [write_large(store, name, 5)], key=name))
+        assert store.usage().spilled
+        lost = store.versions()
+    for policy, spill, reason in (
+        (Policy.REFUSE, None, "no spill directory was given: start"),
+        (Policy.SPILL, disk, f"'{disk}' is another: start"),
+    ):
+        with case(reason), pytest.raises(StoreError, match=f"lie in the spill directory '{other}', and {reason}"):
+            Store(home, policy=policy, spill=spill)
+    with Store(home, policy=Policy.SPILL, spill=other) as store:
+        assert store.versions() == lost
+        store.remove(*lost)
+    with Store(home) as store:  # nothing lies on disk any more
+        assert store.versions() == []
+
+
 SMALL = """
 import os, sys
 import pyarrow as pa

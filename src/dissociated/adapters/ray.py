@@ -201,7 +201,7 @@ class DatasetWrite:
         schema = self.commit.schema or first.schema.remove_metadata()
         stage = stage_here(self.client.uri, self.client.with_uri)
         # A repeated task has a segment of its own.
-        segment = f"{self.commit.key}-{task:06}-{secrets.token_hex(8)}.arrows"
+        segment = f"{self.commit.key}-{task:06}.{secrets.token_hex(8)}.arrows"
         with (
             staged_file(stage, segment, self.client.with_uri) as (path, reserve),
             SegmentWriter(path, schema, reserve=reserve) as writer,

@@ -31,6 +31,7 @@ from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DissociatedError
 from dissociated.monitoring.status import NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
+from dissociated.store.layout import commit_key_of
 from dissociated.store.stage import StagePlace
 
 _log = logging.getLogger(__name__)
@@ -259,10 +260,10 @@ class Catalog(ABC):
             resolved: The keys of resolved commits. If omitted, the catalog is asked for them.
         """
         names = [name for name in self._backend.staged_names() if "-" in name]
-        keys = sorted({_commit_key_of(name) for name in names})
+        keys = sorted({commit_key_of(name) for name in names})
         if keys and resolved is None:
             resolved = self.resolved_commits(keys)
-        self._backend.discard(name for name in names if _commit_key_of(name) in (resolved or ()))
+        self._backend.discard(name for name in names if commit_key_of(name) in (resolved or ()))
 
     def _clean_up(self, *steps: Callable[[], object]) -> None:
         """Run the steps that follow a publication, drop or abort.
@@ -376,8 +377,3 @@ class Catalog(ABC):
             [*self.node_status()],
             self.holdings.store_status(),
         )
-
-
-def _commit_key_of(segment: str) -> str:
-    """Return the key of the commit that a segment was written for, which is part of its name."""
-    return segment.partition("-")[0]

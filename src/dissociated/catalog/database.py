@@ -152,6 +152,9 @@ class Database:
     def _record_announced(self, versions: Versions, announced: Sequence[Version]) -> None:
         """Record versions that a node holds."""
         for version in sorted(announced, key=lambda version: (version.number, version.serial)):
+            # A spill directory outlives its store: the next store has another id, and the same parts.
+            sql = "UPDATE parts SET node = ?1 WHERE id = ?2 AND node != ?1"
+            self._tables.run(sql, (version.part.node, version.id))
             if not version.whole:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (version.id,))
             elif not version.prepared and not self._is_known(versions, version):

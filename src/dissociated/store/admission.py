@@ -16,6 +16,7 @@ from dissociated.errors import StoreError, StoreFull
 from dissociated.memory.region import pages
 from dissociated.store.eviction import Eviction, Missing, Policy
 from dissociated.store.files import PARTIAL_SUFFIX, copy_file, open_regular
+from dissociated.store.layout import commit_key_of
 from dissociated.store.places import Places, Usage
 
 _log = logging.getLogger(__name__)
@@ -167,8 +168,7 @@ class Quota:
 
 def _commit_key(segment_name: str) -> str:
     """Return the key at the beginning of a segment's name, which all segments of one commit share."""
-    key, dash, _ = segment_name.partition("-")
-    return key if dash else segment_name.removesuffix(PARTIAL_SUFFIX)
+    return commit_key_of(segment_name) or segment_name.removesuffix(PARTIAL_SUFFIX)
 
 
 def _allocate(descriptor: int, size: int) -> bool:

@@ -357,6 +357,7 @@ class Directory(ProcessBound):
             if recorded is not None and recorded.number:
                 removal = Removal.of(recorded.number, lost, not recorded.prepared)
                 self.numbers.record(recorded.name, removal, recorded.serial)
+            (removed / MANIFEST).unlink(missing_ok=True)  # before `dropped`, without which the version counts as lost
         except OSError as error:
             _log.warning("removal failed, it is tried again: path=%s error=%s", removed, str(error))
         else:

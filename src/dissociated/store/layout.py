@@ -18,6 +18,8 @@ SEGMENTS = "segments"
 TRASH = "trash"
 #: The file of the version numbers of removed datasets: see `numbers.py`.
 NUMBERS = "numbers"
+#: The file that names the spill directory while versions of the store lie there.
+SPILLED = "spilled"
 #: The file that a process locks while it starts a node.
 START_LOCK = "starting"
 #: The output of a node that was started in the background.
@@ -80,6 +82,14 @@ def check_staged_name(name: str) -> None:
     is_name = Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
     if not is_name or len(os.fsencode(name)) > _NAME_MAX:
         raise StoreError(f"{name[:_NAME_MAX]!r} is not the name of a file in the staging directory")
+
+
+def commit_key_of(name: str) -> str:
+    """Return the key of the commit that a staged segment was written for: the part of its name before the last dash.
+
+    The key itself may have dashes.
+    """
+    return name.rpartition("-")[0]
 
 
 def is_draft(name: str) -> bool:

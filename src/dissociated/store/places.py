@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dissociated.base.oserrors import store_errors
+from dissociated.base.private import read_private_file
 from dissociated.control.version import Version
 from dissociated.errors import StoreError
 from dissociated.store import trash
 from dissociated.store.contents import BlockCounter, Contents
 from dissociated.store.directory import Directory, SetAside, file_name, sizes
-from dissociated.store.files import copy_file
+from dissociated.store.files import copy_file, sync, write_atomically
+from dissociated.store.layout import SPILLED
 from dissociated.store.memfds import Memfds
 from dissociated.store.numbers import Removal
 from dissociated.store.segment_cache import SegmentCache
@@ -71,7 +73,11 @@ class Places:
         self._reuse_bytes = reuse_bytes
 
     def load(self) -> None:
-        """Load the versions that were committed before this process started."""
+        """Load the versions that were committed before this process started.
+
+        Raises StoreError if versions lie in another spill directory: a catalog would count them as evicted.
+        """
+        self._check_disk()
         versions, invalid_entries = self.directory.committed()
         places_by_id: dict[str, tuple[Version, Directory]] = {
             version.id: (version, self.directory) for version in versions
@@ -99,6 +105,37 @@ class Places:
             self.contents.last = max(self.contents.last, entry.serial)
             _log.error("entry set aside, it stays where it is: path=%r reason=%s", str(entry.path), entry.reason)
         self.set_aside = tuple(invalid_entries)
+        if self.disk is not None:
+            with store_errors(f"recording that versions of {self.directory.path} lie in {self.disk.path}"):
+                self._record_spilled()
+
+    def _check_disk(self) -> None:
+        path = self.directory.path / SPILLED
+        with store_errors(f"reading {path}"), suppress(FileNotFoundError):
+            id, _, disk = read_private_file(path).decode(errors="replace").partition(" ")
+            if self.disk is None or self.disk.id != id:
+                reason = "no spill directory was given" if self.disk is None else f"{str(self.disk.path)!r} is another"
+                raise StoreError(
+                    f"versions of the store {str(self.directory.path)!r} lie in the spill directory {disk!r}, and "
+                    f"{reason}: start with --policy spill --spill and that directory, mounted, or remove the file "
+                    f"{str(path)!r} if these versions are lost"
+                )
+
+    def _record_spilled(self, spilled: bool = False) -> None:
+        """Record whether versions lie on disk, or will if `spilled` is set. Raises OSError."""
+        assert self.disk is not None
+        path = self.directory.path / SPILLED
+        if (
+            spilled
+            or self.blocks[self.disk].names
+            or any(entry.path.parent == self.disk.segments for entry in self.set_aside)
+        ):
+            content = f"{self.disk.id} {self.disk.path}".encode(errors="replace")
+            if not path.exists() or path.read_bytes() != content:
+                write_atomically(path, content)
+                sync(path.parent)
+        else:
+            path.unlink(missing_ok=True)
 
     def find(self, version: Version) -> tuple[Version, Place]:
         """Return the current record of a version, and its place. Raises StoreError if the version is gone."""
@@ -263,6 +300,9 @@ class Places:
             self._take_from(place, version, lost)
         self.contents.pop(version.id)
         self.cache.pop(version.id)
+        if place is self.disk:
+            with suppress(OSError):  # the next start tries again
+                self._record_spilled()
 
     def spill(self, version: Version) -> None:
         """Move a version to disk: first copy all of it, then remove it from its place.
@@ -272,6 +312,7 @@ class Places:
         assert self.disk is not None
         _, place = self.find(version)
         with store_errors(f"moving {version.name!r} to {self.disk.path}"):
+            self._record_spilled(spilled=True)
             if self.disk.holds(version):  # left by an earlier attempt
                 self.disk.remove(version, superseded=True)
             with self.disk.draft(version) as draft:

@@ -3,6 +3,7 @@
     STORE/                      the directory, locked by its one owner
         id                      the id of the store
         numbers                 the last version number of each dataset, also of those that are no longer in the store
+        spilled                 the id and the path of the spill directory, while versions of this store lie there
         staging/NAME.part       a segment that is being written, locked by its writer
         staging/NAME            a finished segment that is not committed yet
         staging/VERSION.new/    a version that is being committed
@@ -76,7 +77,8 @@ class Store(ProcessBound):
         staging_timeout: Seconds after which a finished segment that was not committed is removed.
 
     Raises:
-        StoreError: Another process owns the directory, or it cannot be used.
+        StoreError: Another process owns the directory, or it cannot be used, or versions of the store lie in another
+            spill directory.
     """
 
     def __init__(

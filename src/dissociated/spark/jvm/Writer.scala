@@ -98,11 +98,11 @@ class SegmentWriterFactory(plan: WritePlan) extends DataWriterFactory with Strea
   private val run = UUID.randomUUID.toString.take(8)
 
   override def createWriter(partition: Int, task: Long): DataWriter[InternalRow] =
-    new SegmentWriter(plan, partition, f"${plan.key}-$partition%06d-$task.arrows", None)
+    new SegmentWriter(plan, partition, f"${plan.key}-$partition%06d.$task.arrows", None)
 
   override def createWriter(partition: Int, task: Long, epoch: Long): DataWriter[InternalRow] = {
     val key = s"${plan.key}.$epoch"
-    new SegmentWriter(plan, partition, f"$key-$run-$partition%06d-$task.arrows", Some(key))
+    new SegmentWriter(plan, partition, f"$key-$run.$partition%06d.$task.arrows", Some(key))
   }
 }
 
