@@ -22,6 +22,7 @@ from polars.testing import assert_frame_equal
 
 import dissociated as dis
 from dissociated.client.dataset import DatasetHandle
+from dissociated.client.mapped import MappedVersion
 from dissociated.client.version_reader import VersionReader
 from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError
 from dissociated.node.node import Node
@@ -119,6 +120,28 @@ def test_a_mapped_version_needs_neither_catalog_nor_server(tmp_path: Path) -> No
     for gone in (handle, copy):
         with pytest.raises(dis.DissociatedError):
             gone.to_table()
+
+
+def test_a_read_that_close_overtakes_keeps_nothing_mapped(
+    node: Node, client: dis.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.put("overtaken", PLAIN)
+    handle = client.dataset("overtaken")
+    read = MappedVersion.read
+
+    def overtaken(*arguments: Any) -> MappedVersion | None:
+        mapped = read(*arguments)
+        handle.close()
+        return mapped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MappedVersion, "read", overtaken)
+        assert shown(handle.to_table()) == shown(PLAIN)
+    assert handle.mapped_nbytes == 0
+    for _ in range(5):
+        assert handle.head(1, filter=("n", "=", 7))["n"].to_pylist() == [7]
+        assert handle.mapped_nbytes > 0
+        handle.close()
 
 
 def test_memory_is_given_back(node: Node, client: dis.Client) -> None:

@@ -23,8 +23,8 @@ from dissociated.errors import AccessDenied, CatalogError, RemoteError, Transpor
 if TYPE_CHECKING:
     from dissociated.client.mapped import MappedVersion
 
-#: Number of attempts to map a version whose memory cannot be kept: its bodies are compressed, or it was still being
-#: copied into shared memory.
+#: Number of failed attempts to map a version whose memory cannot be kept: its bodies are compressed, or it was still
+#: being copied into shared memory.
 _MAX_ATTEMPTS = 3
 #: Seconds after which the locations in a description are looked up again before a read.
 _MAX_DESCRIPTION_AGE = 8.0
@@ -62,6 +62,7 @@ class VersionReader(ProcessBound):
         #: The last description by the catalog, and the time of the call; None if there is none, or no catalog of ours.
         self._latest = (info, time.monotonic()) if described_now and info.version else None
         self._mapped = mapped
+        self._closings = 0  # the number of calls of `close`
         self._attempts = 0
         self._lock = threading.Lock()  # engines scan from several threads: the version is mapped once
         self.bind_to_process()
@@ -77,7 +78,8 @@ class VersionReader(ProcessBound):
         return 0 if mapped is None else mapped.nbytes
 
     def close(self) -> None:
-        """Keep nothing mapped. Memory is given back when the last array in it is collected."""
+        """Keep nothing mapped, also by a read in progress. Memory is given back when its last array is collected."""
+        self._closings += 1
         self._mapped = None
 
     def read(self, request: ReadRequest) -> pa.RecordBatchReader:
@@ -174,12 +176,17 @@ class VersionReader(ProcessBound):
         if request.device is not None:
             return None
         few = request.limit is not None and request.filter is None
-        if self._mapped is None and not few:
+        closings, mapped = self._closings, self._mapped
+        if mapped is None and not few:
             with self._lock:
-                if self._mapped is None and self._attempts < _MAX_ATTEMPTS and self._is_mappable():
-                    self._mapped = self._map(self.info if described_now else None)
-                    self._attempts += 1
-        return self._mapped
+                mapped = self._mapped
+                if mapped is None and self._attempts < _MAX_ATTEMPTS and self._is_mappable():
+                    self._mapped = mapped = self._map(self.info if described_now else None)
+                    if mapped is None:
+                        self._attempts += 1
+                    if self._closings != closings:
+                        self._mapped = None
+        return mapped
 
     def _map(self, known_info: DatasetInfo | None) -> MappedVersion | None:
         """Map the version where `known_info` says that it lies, and then where the catalog says."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, ClassVar, Self, TypeVar
 
 import pyarrow as pa
@@ -113,7 +114,7 @@ class Reading:
         self.at_end = False
         self._failed: Failure | None = None
         self._closed = False
-        self._taking = False  # if it stays true, taking was interrupted
+        self._taking = Lock()  # held while an item is taken; if it stays held, taking was interrupted
 
     def take(self, take: Callable[[], T]) -> T:
         """Return the result of `take`, which takes an item from the source.
@@ -124,9 +125,12 @@ class Reading:
                 memory with another owner already.
             BaseException: `take` failed. Every later call raises the same error.
         """
-        if self._failed is not None or self._closed or self._taking:
+        if self._failed is not None or self._closed:
             self.check()
-        self._taking = True
+        if self.at_end:
+            raise StopIteration
+        if not self._taking.acquire(blocking=False):
+            raise self._interrupted()
         try:
             item = take()
             if self._closed:
@@ -134,7 +138,8 @@ class Reading:
         except BaseException as error:
             self.stop_by(error)
             raise
-        self._taking = False
+        # Not `release()`: Ctrl-C takes effect after a call, and would lose the item of a reader that goes on.
+        self._taking = Lock()
         return item
 
     def check(self) -> None:
@@ -142,11 +147,14 @@ class Reading:
         if self._failed is not None:
             raise self._failed.error()
         self.check_open()
-        if self._taking and not self.at_end:
-            raise StoreError(
-                "this reader was interrupted during a read, or another thread reads from it now: read again from "
-                "the beginning"
-            )
+        if self._taking.locked() and not self.at_end:
+            raise self._interrupted()
+
+    def _interrupted(self) -> StoreError:
+        return StoreError(
+            "this reader was interrupted during a read, or another thread reads from it now: read again from the "
+            "beginning"
+        )
 
     def check_open(self) -> None:
         """Raise StoreError if the reader was closed before its end."""
