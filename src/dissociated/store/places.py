@@ -90,13 +90,14 @@ class Places:
             versions, on_disk = self.disk.committed()
             invalid_entries += on_disk
             for version in versions:
-                if version.id in places_by_id:  # the process was killed before the last step of a move to disk
-                    try:
-                        self.directory.remove(version, superseded=True)
-                    except OSError as error:
-                        _log.warning("end of a move to disk failed: version=%s error=%s", version.id, str(error))
-                        continue
-                places_by_id[version.id] = version, self.disk
+                if version.id not in places_by_id:
+                    places_by_id[version.id] = version, self.disk
+                    continue
+                # A move to disk was not finished. The manifest in memory may have changed since the copy was made.
+                try:
+                    self.disk.remove(version, superseded=True)
+                except OSError as error:  # the next move, or the removal of the version, tries again
+                    _log.warning("removing an unused copy on disk failed: version=%s error=%s", version.id, str(error))
         for version, place in sorted(places_by_id.values(), key=lambda item: item[0].serial):
             self.put(version, place)
             if any(directory.is_dropped(version) for directory in self._directories()):
