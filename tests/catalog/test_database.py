@@ -115,6 +115,22 @@ def test_append_keeps_the_parts_and_wants_the_schema(database: Database) -> None
     assert tickets(database, "d") == [b"ticket 1", b"ticket 2"]
 
 
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_missing_version_does_not_bring_back_an_earlier_one(database: Database, is_dropped: bool) -> None:
+    """The earlier version was dropped or replaced while its node was away, which was then forgotten."""
+    database.publish(Commit("d", key="key 1"), SCHEMA, [part("1")])
+    if is_dropped:
+        database.drop("d")
+    database.publish(Commit("d", key="key 2"), SCHEMA, [part("2", "b")])
+    database.deregister("a")
+    database.forget("a")
+    database.touch_node("b", "", FOREVER, removed=["2"])
+    earlier = replace(announced("1", "d"), catalog=database.id)
+    database.register(A, [earlier], "", FOREVER)
+    assert database.versions("d") == []
+    assert database.unreferenced_parts("a", [earlier]) == ["1"]
+
+
 def test_a_commit_of_unknown_nodes_changes_nothing(database: Database) -> None:
     database.publish(Commit("d", key="1"), SCHEMA, [part("1")])
     with pytest.raises(CatalogError, match="no node 'z' has registered"):

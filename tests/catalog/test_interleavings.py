@@ -6,8 +6,9 @@ The other thread's work runs in the committing thread at exactly that step: each
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
+from dissociated.catalog.store_backend import StoreBackend
 from dissociated.control.commit import StagedSegment
 from dissociated.control.version import Version
 from dissociated.errors import CatalogError, DatasetNotFound, StoreFull
@@ -183,3 +185,36 @@ def test_a_version_that_was_refused_is_not_published_by_a_restart(memory: Path, 
         assert client.read("d").read_all() == table(1)
         client.put("d", table(3))
         assert client.describe("d").version == 3
+
+
+def test_a_confirmation_that_is_late_makes_no_part_a_whole_version(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalog reconciles while a version is published, and is slow; rows of another node are appended meanwhile."""
+    asked, appended = threading.Event(), threading.Event()
+    confirm = StoreBackend.confirm
+
+    def confirm_late(backend: StoreBackend, published: Mapping[str, bool]) -> None:
+        if threading.current_thread().name == "late":
+            asked.set()
+            appended.wait(1)  # in vain if the append waits for this confirmation
+        confirm(backend, published)
+
+    with (
+        Node(Store(memory / "a"), ["shm:"]) as a,
+        Node(Store(memory / "b"), ["shm:"], catalog=a.uri, heartbeat_interval=600.0) as b,
+    ):
+        late = threading.Thread(target=a.service.catalog.reconcile, name="late")
+
+        def reconcile() -> None:
+            late.start()
+            assert asked.wait(PATIENCE)
+
+        monkeypatch.setattr(StoreBackend, "confirm", confirm_late)
+        before(monkeypatch, Store, "record_published", reconcile)
+        put(a.uri, "d", table(1))
+        put(b.uri, "d", table(2), mode="append")
+        appended.set()
+        late.join(PATIENCE)
+        assert sorted(read(a.uri, "d")) == [1, 2]
+        assert [version.whole for version in a.store.versions()] == [False]

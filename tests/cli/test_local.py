@@ -16,8 +16,12 @@ import dissociated as dis
 from cli.shell import python, run
 from dissociated.errors import CatalogUnreachable
 from dissociated.node.launch import running
+from dissociated.node.node import Node
+from dissociated.store.eviction import Policy
+from dissociated.store.store import Store
 from support import processes
 from support.helpers import PATIENCE, wait_until
+from support.nodes import MIB
 
 pytestmark = pytest.mark.usefixtures("forks")
 
@@ -114,6 +118,18 @@ def test_stop_ends_no_process_that_has_taken_the_id_of_a_dead_node(own_store: Pa
         assert run("stop") == f"no node with the store {own_store} runs on this host\n"
         assert other.poll() is None
         other.communicate(b"\n", PATIENCE)
+
+
+def test_clean_frees_what_lies_on_disk_too(memory: Path, tmp_path: Path) -> None:
+    directory, disk = memory / "store", tmp_path / "disk"
+    with Node(Store(directory, 14 * MIB, Policy.SPILL, disk), ["shm:"]) as node, dis.connect(node.uri) as client:
+        for name in "ab":
+            client.put(name, pa.table({"n": range(MIB)}))
+        assert [*disk.rglob("*.arrows")]
+    assert re.search(r"^freed \S+ MB$", run("clean", "--store", str(directory), "--yes"), re.MULTILINE)
+    assert [*disk.rglob("*.arrows"), *directory.rglob("*.arrows")] == []
+    with Store(directory) as store:
+        assert store.versions() == []
 
 
 def test_clean_frees_what_a_stopped_node_left_after_asking(own_store: Path) -> None:

@@ -751,3 +751,87 @@ def test_a_full_file_system_is_told_in_a_sentence_and_can_be_evicted_from(tmp_pa
     assert "in Docker, --shm-size" in sentence
     assert (staged, rows, left) == ("[]", str(3 << 17), "['b']")
     assert refused == ["['b', 'm']", "['b', 'c']"]
+
+
+FULL_DISK = """
+import os, sys
+from pathlib import Path
+import pyarrow as pa
+from dissociated.control.commit import Commit, StagedSegment
+from dissociated.store.eviction import Policy
+from dissociated.store.store import Store
+
+root, full = Path(sys.argv[1]), sys.argv[2]
+SCHEMA = pa.schema({"n": pa.int64()})
+places = {"store": Path(sys.argv[3]) / "store", "disk": Path(sys.argv[3]) / "disk", full: root / full}
+
+def put(store, name, number, **options):
+    with store.writer(name, SCHEMA) as writer:
+        writer.write(pa.record_batch({"n": pa.array(range(1 << 16), pa.int64())}))
+    commit = Commit(name, [StagedSegment(name)], SCHEMA, key=f"{name} {number}", number=number)
+    version = store.commit(commit, **options)
+    if not options:
+        store.record_published(version)
+    return version
+
+LIMIT = 1 << 21 if full == "disk" else None
+
+def fill(directory):
+    with open(directory / "filler", "wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            try:
+                while file.write(bytes(size)):
+                    pass
+            except OSError:
+                pass
+
+def names(store):
+    return sorted({version.name for version in store.versions()})
+
+with Store(places["store"], policy=Policy.SPILL, spill=places["disk"], limit=LIMIT) as store:
+    for name in "abc":
+        put(store, name, 1)
+    if full == "disk":
+        store.ensure_room("new", (1 << 21) - (1 << 20))
+        (places["disk"] / "numbers").unlink()
+        fill(places["disk"])
+        for number in (2, 3):
+            put(store, "c", number)
+        store.confirm(put(store, "e", 1, prepared=True), True)
+        store.record_dropped(*(version for version in store.versions() if version.name == "b"))
+        store.remove(*(version for version in store.versions() if version.name in "ac" and version.number < 3))
+    else:
+        fill(places["store"] / "staging")
+        store.ensure_room("new", 1 << 13)
+        assert store.usage().spilled
+    print(names(store))
+with Store(places["store"], policy=Policy.SPILL, spill=places["disk"], limit=LIMIT) as store:
+    print(names(store))
+"""
+
+
+@pytest.mark.needs("tmpfs")
+@pytest.mark.parametrize(
+    ("full", "result"),
+    [("disk", "['c', 'e']"), ("store", "['a', 'b', 'c']")],
+)
+def test_a_store_with_a_full_disk_or_memory_frees_and_spills(tmp_path: Path, full: str, result: str) -> None:
+    root, other = tmp_path / "small", tmp_path / "other"
+    root.mkdir()
+    other.mkdir()
+    command = [*small_file_system(root), sys.executable, "-c", FULL_DISK, str(root), full, str(other)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert not done.returncode, done.stderr
+    assert done.stdout.splitlines() == [result, result]
+
+
+def test_a_pending_append_is_no_part_of_a_distributed_commit(memory: Path) -> None:
+    """It has the rows of the earlier commits, too."""
+    with Store(memory) as store:
+        first = put(store, "d", 1, 2, 3)
+        commit = commit_of("d", [write(store, "s", 4, 5)], key="k", mode="append")
+        store.commit(commit, pending=True, base=first.id)
+        with pytest.raises(StoreError, match="segment 's' is not in"):
+            store.commit(replace(commit, mode="overwrite"), prepared=True)
+        write(store, "s", 4, 5)
+        assert store.commit(replace(commit, mode="overwrite"), prepared=True).rows == 2

@@ -78,6 +78,7 @@ class LocalCatalog(Catalog):
         self._database = database
         self._database.on_change = holdings.activity.changes.add
         self._locks = Locks()
+        self._confirming = threading.Lock()  # an answer that is late would make a part of a version a whole one
         self._latest: dict[str, Version] = {}  # the latest version of each name, while `start` reads the store
         # A token can be withdrawn, and a signed ticket expires, so their clients must ask the catalog for each read.
         is_open = security.authorize is None and not self._registry.tickets.fingerprint()
@@ -347,10 +348,11 @@ class LocalCatalog(Catalog):
 
     def _confirm(self) -> None:
         """Tell the store which of its prepared versions are published."""
-        unconfirmed = [version.id for version in self._backend.store.prepared()]
-        published = self._database.referenced_parts(self.node.id, unconfirmed)
-        self._backend.confirm(published)
-        self._database.acknowledge_parts(published)
+        with self._confirming:
+            unconfirmed = [version.id for version in self._backend.store.prepared()]
+            published = self._database.referenced_parts(self.node.id, unconfirmed)
+            self._backend.confirm(published)
+            self._database.acknowledge_parts(published)
 
     def _write_put(
         self, commit: Commit, command: Mapping[str, Any], pairs: Iterator[BatchAndMetadata]

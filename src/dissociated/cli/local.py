@@ -123,8 +123,6 @@ def add_clean(parser: argparse.ArgumentParser) -> None:
 
 def _run_clean(arguments: argparse.Namespace) -> None:
     """Ask for each stopped store, and free it."""
-    from dissociated.store.store import Store
-
     stores = [arguments.store.absolute()] if arguments.store is not None else [*_stores()]
     freed = False
     for path in stores:
@@ -137,7 +135,7 @@ def _run_clean(arguments: argparse.Namespace) -> None:
             print(f"{path} is served by {served}, and stays: dissociated stop --store {path}")
             continue
         try:
-            store = Store(path)  # Nobody else can own the store until this process has answered.
+            store = _open(path)  # Nobody else can own the store until this process has answered.
         except StoreError as error:
             if arguments.store is not None:
                 raise
@@ -147,6 +145,18 @@ def _run_clean(arguments: argparse.Namespace) -> None:
             freed = _clean(store, arguments.yes) or freed
     if not freed:
         print("nothing was freed")
+
+
+def _open(path: Path) -> Store:
+    """Open a store, with its spill directory if versions of it lie there."""
+    from dissociated.store.eviction import Policy
+    from dissociated.store.places import spill_of
+    from dissociated.store.store import Store
+
+    spilled = spill_of(path)
+    if spilled is not None and spilled.path.is_dir():
+        return Store(path, policy=Policy.SPILL, spill=spilled.path)
+    return Store(path)
 
 
 def _stores() -> Iterator[Path]:

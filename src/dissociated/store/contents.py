@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Generic, TypeVar
 
 from dissociated.control.version import Version
@@ -99,8 +99,11 @@ class Contents(Generic[P]):
 
         A version gets a higher number than later commits have if its commit is repeated after them.
         """
-        versions = (version for version in self.with_name(name) if version.whole and not version.prepared)
-        return sorted(versions, key=lambda version: (version.number, version.serial))
+        versions = [version for version in self.with_name(name) if version.whole and not version.prepared]
+        # This is rare, and sorting takes longer than looking.
+        if any(version.number > later.number for version, later in pairwise(versions)):
+            versions.sort(key=lambda version: (version.number, version.serial))
+        return versions
 
     def names(self) -> Iterator[str]:
         """Iterate over the names of all datasets."""

@@ -6,12 +6,12 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from dissociated.base.oserrors import store_errors
 from dissociated.base.private import read_private_file
@@ -51,6 +51,25 @@ class Usage:
         return self.committed + self.staged + self.trash + self.aside
 
 
+class SpillDirectory(NamedTuple):
+    """The directory on disk to which a store has moved versions."""
+
+    id: str
+    path: Path
+
+
+def spill_of(store: Path) -> SpillDirectory | None:
+    """Return the spill directory in which versions of the store at this path lie; None if none does.
+
+    Raises StoreError if that cannot be read.
+    """
+    path = store / SPILLED
+    with store_errors(f"reading {path}"), suppress(FileNotFoundError):
+        id, _, disk = read_private_file(path).decode(errors="replace").partition(" ")
+        return SpillDirectory(id, Path(disk))
+    return None
+
+
 class Places:
     """The versions in the store's `directory`, in `memfds`, and on `disk`, which is None if the store does not spill.
 
@@ -84,8 +103,9 @@ class Places:
         }
         self._aside_sizes = dict(chain.from_iterable(entry.sizes.items() for entry in invalid_entries))
         if self.disk is not None:
-            with store_errors(f"recording the numbers of {self.directory.path} in {self.disk.path}"):
+            with self._disk_may_be_full():
                 self.disk.numbers.merge(self.directory.numbers)  # the node may have run without the disk
+            with store_errors(f"recording the numbers of {self.disk.path} in {self.directory.path}"):
                 self.directory.numbers.merge(self.disk.numbers)  # the memory may have been lost
             versions, on_disk = self.disk.committed()
             invalid_entries += on_disk
@@ -106,37 +126,51 @@ class Places:
             self.contents.last = max(self.contents.last, entry.serial)
             _log.error("entry set aside, it stays where it is: path=%r reason=%s", str(entry.path), entry.reason)
         self.set_aside = tuple(invalid_entries)
-        if self.disk is not None:
-            with store_errors(f"recording that versions of {self.directory.path} lie in {self.disk.path}"):
-                self._record_spilled()
+        self._record_spilled()
 
     def _check_disk(self) -> None:
-        path = self.directory.path / SPILLED
-        with store_errors(f"reading {path}"), suppress(FileNotFoundError):
-            id, _, disk = read_private_file(path).decode(errors="replace").partition(" ")
-            if self.disk is None or self.disk.id != id:
-                reason = "no spill directory was given" if self.disk is None else f"{str(self.disk.path)!r} is another"
-                raise StoreError(
-                    f"versions of the store {str(self.directory.path)!r} lie in the spill directory {disk!r}, and "
-                    f"{reason}: start with --policy spill --spill and that directory, mounted, or remove the file "
-                    f"{str(path)!r} if these versions are lost"
-                )
+        spilled = spill_of(self.directory.path)
+        if spilled is not None and (self.disk is None or self.disk.id != spilled.id):
+            reason = "no spill directory was given" if self.disk is None else f"{str(self.disk.path)!r} is another"
+            raise StoreError(
+                f"versions of the store {str(self.directory.path)!r} lie in the spill directory {str(spilled.path)!r}, "
+                f"and {reason}: start with --policy spill --spill and that directory, mounted, or remove the file "
+                f"{str(self.directory.path / SPILLED)!r} if these versions are lost"
+            )
 
     def _record_spilled(self, spilled: bool = False) -> None:
-        """Record whether versions lie on disk, or will if `spilled` is set. Raises OSError."""
-        assert self.disk is not None
+        """Record whether versions lie on disk, or will if `spilled` is set. Errors are logged only.
+
+        The store may be full, and spilling is what makes room.
+        """
+        if self.disk is None:
+            return
         path = self.directory.path / SPILLED
-        if (
-            spilled
-            or self.blocks[self.disk].names
-            or any(entry.path.parent == self.disk.segments for entry in self.set_aside)
-        ):
-            content = f"{self.disk.id} {self.disk.path}".encode(errors="replace")
-            if not path.exists() or path.read_bytes() != content:
-                write_atomically(path, content)
-                sync(path.parent)
-        else:
-            path.unlink(missing_ok=True)
+        try:
+            if (
+                spilled
+                or self.blocks[self.disk].names
+                or any(entry.path.parent == self.disk.segments for entry in self.set_aside)
+            ):
+                content = f"{self.disk.id} {self.disk.path}".encode(errors="replace")
+                if not path.exists() or path.read_bytes() != content:
+                    write_atomically(path, content)
+                    sync(path.parent)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("recording the spill directory failed: path=%r error=%s", str(path), error)
+
+    @contextmanager
+    def _disk_may_be_full(self) -> Iterator[None]:
+        """Log an error of the second record of a number, which is on disk.
+
+        If it is out of date, the version counts as lost there, so that nothing can be appended to it.
+        """
+        try:
+            yield
+        except OSError as error:
+            _log.warning("a number has no second record on disk: error=%s", error)
 
     def find(self, version: Version) -> tuple[Version, Place]:
         """Return the current record of a version, and its place. Raises StoreError if the version is gone."""
@@ -229,10 +263,13 @@ class Places:
         return [self.directory] if self.disk is None else [self.directory, self.disk]
 
     def _record(self, version: Version, lost: bool) -> None:
-        if version.number:
-            removal = Removal.of(version.number, lost, not version.prepared)
-            for directory in self._directories():  # the memory may be lost while the disk stays
-                directory.numbers.record(version.name, removal, version.serial)
+        if not version.number:
+            return
+        removal = Removal.of(version.number, lost, not version.prepared)
+        self.directory.numbers.record(version.name, removal, version.serial)
+        if self.disk is not None:  # the memory may be lost while the disk stays
+            with self._disk_may_be_full():
+                self.disk.numbers.record(version.name, removal, version.serial)
 
     def record_dropped(self, *versions: Version) -> None:
         """Record versions as dropped, durably, although they cannot be removed now. Raises StoreError.
@@ -302,8 +339,7 @@ class Places:
         self.contents.pop(version.id)
         self.cache.pop(version.id)
         if place is self.disk:
-            with suppress(OSError):  # the next start tries again
-                self._record_spilled()
+            self._record_spilled()
 
     def spill(self, version: Version) -> None:
         """Move a version to disk: first copy all of it, then remove it from its place.

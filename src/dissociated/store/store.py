@@ -324,7 +324,9 @@ class Store(ProcessBound):
                     f"this attempt to commit {commit.name!r} came too late: a later one with the same key has been "
                     "prepared"
                 )
-            if existing is not None and existing.prepared and (pending or existing.segments_digest != digest):
+            # A part of a distributed commit has no rows of earlier commits, in contrast to a pending append.
+            is_other = existing is not None and (existing.segments_digest != digest or bool(existing.before))
+            if existing is not None and existing.prepared and (pending or is_other):
                 self.eviction.evict(existing)
                 existing = None
             if existing is not None:
