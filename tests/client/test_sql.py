@@ -169,6 +169,8 @@ def test_functions_change_no_other_query(client: dis.Client) -> None:
     for _ in range(3):
         client.sql(seeds)
         drawn += client.sql(numbers)["r"].to_pylist()
+    both = "SELECT setseed(0.5), random() AS r FROM orders LIMIT 3"
+    assert client.sql(both)["r"] != client.sql(both)["r"]
     assert len({*drawn}) == 9
 
 

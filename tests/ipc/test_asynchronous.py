@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import io
+import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ import dissociated as dis
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import DatasetNotFound, FormatError, OptionError, RemoteError, SourceError, StoreError
 from dissociated.ipc import AsyncFileReader, AsyncStreamReader, async_batches, open_async, open_either_async
+from dissociated.ipc.readahead import PendingRead
 from ipc.test_files import (
     BATCHES,
     FILE,
@@ -549,6 +554,76 @@ def test_two_loops_over_one_stream_share_it() -> None:
         async with await open_either_async(STREAM) as reader:
             both = await asyncio.gather(reader.to_table(), reader.to_table())
             assert sum(table.num_rows for table in both) == 5 * ROWS
+
+    run(test)
+
+
+def test_loops_in_two_threads_share_a_stream() -> None:
+    async def numbers(reader: AsyncStreamReader) -> list[int]:
+        return [number(batch) async for batch in reader.batches(readahead=2)]
+
+    async def test() -> None:
+        async with await open_either_async(numbered(2000)) as reader:
+            assert isinstance(reader, AsyncStreamReader)
+            loops = [asyncio.to_thread(asyncio.run, numbers(reader)) for _ in range(2)]
+            assert sorted(chain.from_iterable(await asyncio.gather(*loops))) == [*range(2000)]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        run(test)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_calls_that_are_given_up_leave_nothing_with_the_read() -> None:
+    class Counting(Future[Any]):
+        callbacks = 0
+
+        def add_done_callback(self, callback: Callable[[Future[Any]], object]) -> None:
+            Counting.callbacks += 1
+            super().add_done_callback(callback)
+
+    class Executor(ThreadPoolExecutor):
+        def submit(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+            future = Counting()
+            inner = super().submit(call, *arguments, **options)
+            future.set_running_or_notify_cancel()
+            inner.add_done_callback(lambda done: future.set_result(done.result()))
+            return future
+
+    async def test() -> None:
+        source = Held(FILE)
+        with Executor(1) as executor:
+            async with await open_async(source, executor=executor) as reader:
+                source.gate.clear()
+                batches = reader.batches()
+                for _ in range(50):
+                    waiting = asyncio.ensure_future(anext(batches))
+                    await asyncio.sleep(0)
+                    waiting.cancel()
+                    await asyncio.gather(waiting, return_exceptions=True)
+                assert Counting.callbacks < 20
+                source.gate.set()
+                assert [batch async for batch in batches] == BATCHES
+
+    run(test)
+
+
+def test_a_reader_whose_executor_was_shut_down_keeps_no_batches() -> None:
+    async def test() -> None:
+        reads = Reads()
+        reader = await open_either_async(numbered(9, size=1 << 16), executor=reads)
+        async for _ in reader:
+            await reads.settle()
+            break
+        ahead = [weakref.ref(job) for job in gc.get_objects() if isinstance(job, PendingRead)]
+        assert len(ahead) > 3
+        reads.shutdown()
+        with pytest.raises(StoreError, match="accepts no calls"):
+            await reader.aclose()
+        gc.collect()
+        assert [job for job in ahead if job() is not None] == []
 
     run(test)
 

@@ -96,7 +96,7 @@ def killed_within(
     ) -> Iterator[pa.RecordBatch]:
         for number, batch in enumerate(batches):
             if number == 4 and partition == 1 and not os.path.exists(killed):
-                pid = wait_for(lambda: writer_of(f"-{partition:06}-{attempt_id}.arrows", stores))
+                pid = wait_for(lambda: writer_of(f"-{partition:06}.{attempt_id}.arrows", stores))
                 if whom == "executor":
                     pid = executor()
                 with suppress(FileExistsError), open(killed, "x") as told:  # another attempt may do the same

@@ -77,7 +77,7 @@ def in_the_jvm(uri: str) -> None:
     written = []
     try:
         for partition, numbers in enumerate(NUMBERS):
-            segment = f"{plan['key']}-{partition:06}-7.arrows"
+            segment = f"{plan['key']}-{partition:06}.7.arrows"
             message = batch(numbers).serialize()
             try:
                 place = call["stage"](plan["writer"], segment, None)

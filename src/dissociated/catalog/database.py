@@ -153,8 +153,8 @@ class Database:
         """Record versions that a node holds."""
         for version in sorted(announced, key=lambda version: (version.number, version.serial)):
             # A spill directory outlives its store: the next store has another id, and the same parts.
-            sql = "UPDATE parts SET node = ?1 WHERE id = ?2 AND node != ?1"
-            self._tables.run(sql, (version.part.node, version.id))
+            sql = "UPDATE parts SET node = :node WHERE id = :id AND node != :node"
+            self._tables.run(sql, {"node": version.part.node, "id": version.id})
             if not version.whole:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (version.id,))
             elif not version.prepared and not self._is_known(versions, version):

@@ -149,11 +149,11 @@ class CatalogClient:
         return self._lookup.describe(name, version)
 
     def describe_current(self, name: str) -> DatasetInfo:
-        """Describe the current version of a dataset, as `describe` does, for a caller that does not change the result.
+        """Ask for the current version of a dataset, as `describe` does, for a caller that does not change the result.
 
-        The catalog is not asked if it has changed nothing since it described the dataset.
+        The catalog keeps the version for a while after it is replaced. `current` then sees changes without a call.
         """
-        return self._lookup.describe(name, None, reuse=True)
+        return self._lookup.describe_counted(name)
 
     def describe_version(self, name: str, version: int, lineage_id: str) -> DatasetInfo:
         """Describe a version again.

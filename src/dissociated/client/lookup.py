@@ -102,7 +102,7 @@ class Lookup:
                 not be changed.
         """
         if reuse and version is None:
-            return self._current(name, embed) or self._describe_counted(name, embed)
+            return self._current(name, embed) or self.describe_counted(name, embed)
         return self._describe(name, version, embed, reuse)
 
     def _current(self, name: str, embed: int) -> DatasetInfo | None:
@@ -118,8 +118,11 @@ class Lookup:
         self._calls.connected()
         return info
 
-    def _describe_counted(self, name: str, embed: int) -> DatasetInfo:
-        """Describe a dataset, and keep the description for as long as the catalog's counter shows no change."""
+    def describe_counted(self, name: str, embed: int = 0) -> DatasetInfo:
+        """Describe a dataset, and keep the description for as long as the catalog's counter shows no change.
+
+        The result must not be changed.
+        """
         counter = self._counter
         number = 0 if counter is None else counter.read()  # before the question
         info = self._describe(name, None, embed, reuse=True)

@@ -125,8 +125,8 @@ class SqlSession:
         if {*kinds} != {"SELECT"}:
             self._connection.close()
             self._connection, self._is_shared = open_database(), False
-        elif len(statements) == 1 and len(query) <= _MAX_KEPT_LENGTH:
-            self._text = query
+        elif len(statements) == 1 and len(query) <= _MAX_KEPT_LENGTH and "setseed" not in query.lower():
+            self._text = query  # setseed would change the connection for the next call
         return statements
 
     def run(self, statement: duckdb.Statement) -> pa.RecordBatchReader | None:

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from functools import partial, wraps
@@ -26,7 +25,7 @@ from dissociated.ipc.readahead import (
     READAHEAD,
     READAHEAD_BYTES,
     AsyncBatches,
-    PendingRead,
+    PendingReads,
     ReadAheadOptions,
     ReadStep,
     Threads,
@@ -76,10 +75,14 @@ class _AsyncReader(ABC):
             read._stop()
         async with self._close_lock:  # A second call would cancel the close that this one has submitted.
             await self._threads.settle()
+            self._drop()
             if self._reader is not None:
                 await self._threads.run(self._close)  # in a thread, since it may block
                 self._reader = None
             await self._threads.aclose()
+
+    def _drop(self) -> None:
+        """Drop the batches that were read ahead for later loops."""
 
     def _close(self) -> None:
         self._reader.close()
@@ -94,7 +97,7 @@ class _AsyncReader(ABC):
         steps: Iterator[ReadStep],
         readahead_options: ReadAheadOptions,
         at_once: int,
-        shared_reads: deque[PendingRead] | None = None,
+        shared_reads: PendingReads | None = None,
     ) -> AsyncBatches:
         batches = AsyncBatches(steps, self._threads, readahead_options, at_once, shared_reads=shared_reads)
         self._reads.add(batches)
@@ -199,7 +202,7 @@ class AsyncStreamReader(_AsyncReader):
     def __init__(self, reader: pa.RecordBatchReader | DeviceReader, threads: Threads) -> None:
         super().__init__(reader, threads)
         self._remaining = _RemainingBatches(reader)
-        self._pending: deque[PendingRead] = deque()
+        self._pending = PendingReads()
 
     def batches(
         self,
@@ -222,8 +225,10 @@ class AsyncStreamReader(_AsyncReader):
         readahead_options = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
         return self._begin(repeat(ReadStep(self._remaining.take)), readahead_options, 1, self._pending)
 
+    def _drop(self) -> None:
+        self._pending.jobs.clear()
+
     def _close(self) -> None:
-        self._pending.clear()
         self._remaining.drop()
         super()._close()
 

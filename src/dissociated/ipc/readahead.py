@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -69,6 +70,17 @@ class PendingRead:
         self.last = self.error is not None or not self.batches
 
 
+class PendingReads:
+    """The reads of one source whose batches were not all taken, in order.
+
+    Iterators in several event loops may take from it.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: deque[PendingRead] = deque()
+        self.lock = threading.Lock()  # while a read is begun, or a batch is taken. Finalizers must not take it
+
+
 class AsyncBatches(AsyncIterator[Any]):
     """An asynchronous iterator over record batches, some of which are read ahead.
 
@@ -90,11 +102,12 @@ class AsyncBatches(AsyncIterator[Any]):
         options: ReadAheadOptions,
         at_once: int,
         owns_threads: bool = False,
-        shared_reads: deque[PendingRead] | None = None,
+        shared_reads: PendingReads | None = None,
     ) -> None:
-        # In order. The first stays until all of its batches are taken.
-        self._jobs: deque[PendingRead] = deque() if shared_reads is None else shared_reads
+        reads = PendingReads() if shared_reads is None else shared_reads
+        self._jobs, self._lock = reads.jobs, reads.lock
         self._shares_jobs = shared_reads is not None
+        self._awaited: weakref.WeakSet[PendingRead] = weakref.WeakSet()  # the reads that notify this iterator
         self._steps: Iterator[ReadStep] | None = steps  # None at the end
         self._threads = threads
         self._options = options
@@ -118,7 +131,7 @@ class AsyncBatches(AsyncIterator[Any]):
 
     async def aclose(self) -> None:
         """Stop reading. Outstanding and later calls raise StoreError, unless the end was reached before."""
-        running = [job.future for job in self._jobs]
+        running = [job.future for job in [*self._jobs]]
         self._stop()
         await finished(running)
         if self._owns_threads:
@@ -128,18 +141,21 @@ class AsyncBatches(AsyncIterator[Any]):
         while not self._reading.at_end:
             self._reading.check()
             self._read_ahead()  # another iterator over the stream may have taken the batch
-            if not self._jobs:
+            with self._lock:
+                job = self._jobs[0] if self._jobs else None
+                is_finished = job is not None and job.future.done()
+                if job is not None and is_finished:
+                    if job.batches:
+                        job.remaining -= 1
+                        return job.batches.popleft()
+                    self._jobs.popleft()
+            if job is None:
                 break
-            job = self._jobs[0]
-            if not job.future.done():
+            if not is_finished:
                 self._progress.clear()
                 self._await_progress(job)  # another iterator may have begun it
                 await self._progress.wait()
-            elif job.batches:
-                job.remaining -= 1
-                return job.batches.popleft()
             else:
-                self._jobs.popleft()
                 if job.future.cancelled():
                     if self._shares_jobs:
                         continue  # an iterator stopped before the read had begun
@@ -155,16 +171,20 @@ class AsyncBatches(AsyncIterator[Any]):
         raise StopAsyncIteration
 
     def _read_ahead(self) -> None:
-        while self._steps is not None and self._has_room():
-            step = next(self._steps, None)
-            if step is None:
-                self._steps = None
-                return
-            job = PendingRead(step, self._threads)
-            self._jobs.append(job)
-            self._await_progress(job)
+        with self._lock:
+            while self._steps is not None and self._has_room():
+                step = next(self._steps, None)
+                if step is None:
+                    self._steps = None
+                    return
+                job = PendingRead(step, self._threads)
+                self._jobs.append(job)
+                self._await_progress(job)
 
     def _await_progress(self, job: PendingRead) -> None:
+        if job in self._awaited:
+            return  # a future keeps every callback until it is done
+        self._awaited.add(job)
         job.future.add_done_callback(partial(_report_progress, asyncio.get_running_loop(), weakref.ref(self)))
 
     def _has_room(self) -> bool:
