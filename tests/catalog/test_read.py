@@ -8,11 +8,9 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +38,7 @@ from dissociated.node.node import Node
 from dissociated.store.store import Store
 from dissociated.uri import Uri
 from support.helpers import PATIENCE, case, commit_of, connections_left
+from support.nodes import until_expired
 
 TABLE = pa.table({"n": range(10_000)})  # too large for an answer of the catalog
 SMALL = pa.table({"n": range(1000), "text": pa.array(["a", None, "b", "a"] * 250).dictionary_encode()})
@@ -104,13 +103,7 @@ def test_every_change_is_seen_by_the_next_read(small: dis.Client) -> None:
     with ThreadPoolExecutor(4) as pool:
         deque(pool.map(change, range(4)), 0)
     small.put("short", SMALL, ttl=0.2)
-    expires = small.describe("short").expires
-    assert expires is not None
-    with suppress(DatasetNotFound):
-        while True:
-            now = time.time()
-            assert small.read("short").read_all() == SMALL
-            assert now < expires
+    assert all(table == SMALL for table in until_expired(small, "short", lambda: small.read("short").read_all()))
     columns = ["n"]
     assert small.read("small", columns=columns).read_all().column_names == ["n"]
     columns[:] = ["text"]

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import threading
-import time
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from support.helpers import PATIENCE, case, wait_until
+from support.nodes import until_expired
 from support.processes import Start
 
 ROWS, BATCH = 4_000, 250
@@ -154,13 +154,8 @@ def test_a_repeated_query_asks_the_catalog_after_changes_alone(memory: Path, sta
             check(rows)
             node.signal(signal.SIGCONT)
         client.put("orders", ORDERS, ttl=0.5)
-        expires = client.describe("orders").expires
-        assert expires is not None
-        with suppress(DatasetNotFound):
-            while True:
-                now = time.time()
-                check(ROWS)
-                assert now < expires
+        for _ in until_expired(client, "orders", lambda: check(ROWS)):
+            pass
 
 
 def test_functions_change_no_other_query(client: dis.Client) -> None:

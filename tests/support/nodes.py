@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 
 import dissociated as dis
+from dissociated.errors import DatasetNotFound
 from support.helpers import rest_of, wait_until
 from support.machine import UNSHARED
 from support.processes import Fork, Process
 
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20
+
+T = TypeVar("T")
 
 
 def small_file_system(root: Path) -> list[str]:
@@ -36,6 +43,18 @@ def read(uri: str, name: str, transport: str | None = None) -> list[int]:
     with dis.connect(uri) as client:
         numbers: list[int] = client.read(name, transport=transport).read_all()["n"].to_pylist()
     return numbers
+
+
+def until_expired(client: dis.Client, name: str, read: Callable[[], T]) -> Iterator[T]:
+    """Yield the results of `read`, again and again until the dataset is gone. No read after its expiry may succeed."""
+    expires = client.describe(name).expires
+    assert expires is not None
+    with suppress(DatasetNotFound):
+        while True:
+            now = time.time()
+            result = read()
+            assert now < expires
+            yield result
 
 
 def segments(store: Path) -> list[str]:
