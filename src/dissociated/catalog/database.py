@@ -166,7 +166,7 @@ class Database:
         if self._tables.all("SELECT 1 FROM parts WHERE id = ?", version.id):
             return True
         committed = self._tables.all("SELECT 1 FROM commits WHERE key = ?", version.key)
-        return bool(committed) and not (version.whole and versions.is_missing(version.name, version.number))
+        return bool(committed) and not versions.is_missing(version)
 
     def touch_node(
         self,
@@ -281,8 +281,7 @@ class Database:
                 is_overdue = version.prepared and version.created + PREPARE_TIMEOUT < versions.now
                 if is_overdue and not versions.is_resolved(version.key):
                     versions.abort(version.key)  # If the commit still comes, it must fail, since its part is deleted.
-                may_return = version.whole and not version.prepared
-                may_return = may_return and versions.is_missing(version.name, version.number)
+                may_return = not version.prepared and versions.is_missing(version)
                 if versions.is_resolved(version.key) and not may_return:
                     unreferenced.add(version.id)
             return sorted(unreferenced)

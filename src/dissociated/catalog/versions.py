@@ -164,15 +164,18 @@ class Versions:
         """Record whether the dataset is gone though no client dropped or replaced it."""
         self._tables.run("UPDATE numbers SET lost = ? WHERE name = ?", (loss, name))
 
-    def is_missing(self, name: str, number: int) -> bool:
-        """Return whether the last version of a dataset has this number and is missing: a node may bring it back."""
+    def is_missing(self, version: Version) -> bool:
+        """Return whether a version has the number of the last one, which is missing: a node may bring it back.
+
+        Only whole versions come back.
+        """
         sql = "SELECT 1 FROM numbers WHERE name = ? AND lost = ? AND published = ?"
-        return bool(self._tables.all(sql, name, Loss.MISSING, number))
+        return version.whole and bool(self._tables.all(sql, version.name, Loss.MISSING, version.number))
 
     def _is_missing_version(self, version: Version) -> bool:
         """Return whether a version with the number of the last one is that version, and is missing."""
         committed = self._tables.all("SELECT 1 FROM commits WHERE key = ? AND version = ?", version.key, version.number)
-        return self.is_missing(version.name, version.number) and (version.catalog == self._tables.id or bool(committed))
+        return self.is_missing(version) and (version.catalog == self._tables.id or bool(committed))
 
     def record_removed(self, name: str, removed: Removal) -> None:
         """Record a version that is gone from a store, and hide an older one that was found in a store."""
