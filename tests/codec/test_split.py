@@ -73,6 +73,37 @@ def test_empty_arrays_that_libarrow_would_write_wrong() -> None:
                     assert (got.schema, got["x"].to_pylist()) == (one.schema, one["x"].to_pylist())
 
 
+def test_empty_unions_of_runs_of_which_libarrow_makes_none() -> None:
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), pa.array([7]))
+    ids, offsets = pa.array([0, 0], pa.int8()), pa.array([0, 0, 2], pa.int32())
+    for child in (runs, pa.StructArray.from_arrays([runs], ["r"]), pa.ListArray.from_arrays(offsets, runs)):
+        sparse, dense = pa.UnionArray.from_sparse(ids, [child]), pa.UnionArray.from_dense(ids, offsets[1:], [child])
+        for union in (sparse, dense):
+            in_map = pa.MapArray.from_arrays(offsets, pa.array(["a", "b"]), union)
+            for whole in (union, pa.ListArray.from_arrays(offsets, union), in_map):
+                for start, rows in ((0, 0), (0, 1)):  # the first list and the first map are empty
+                    batch = pa.record_batch({"x": whole}).slice(start, rows)
+                    with pa.BufferOutputStream() as sink, pa.ipc.new_stream(sink, batch.schema) as writer:
+                        writer.write_batch(batch)
+                    one = pa.ipc.open_stream(sink.getvalue()).read_next_batch()
+                    one.validate(full=True)
+                    with case((one.schema, rows)):
+                        got = pa.ipc.open_stream(encapsulated(reader(one))).read_next_batch()
+                        got.validate(full=True)
+                        assert (got.schema, got["x"].to_pylist()) == (one.schema, one["x"].to_pylist())
+
+
+def test_the_environment_decides_on_no_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark's guide once told its users to set the first of these variables, which libarrow reads."""
+    small, large = (pa.record_batch({"n": [*range(rows)]}) for rows in (3, 1 << 13))
+    some = [*[small] * 3, large, small]
+    expected = [(one.header, body(one)) for one in split(reader(*some))]
+    for variable in ("ARROW_PRE_0_15_IPC_FORMAT", "ARROW_PRE_1_0_METADATA_VERSION"):
+        with case(variable), monkeypatch.context() as patch:
+            patch.setenv(variable, "1")
+            assert [(one.header, body(one)) for one in split(reader(*some))] == expected
+
+
 def encapsulated(source: pa.RecordBatchReader, options: WriteOptions | None = None) -> bytes:
     """Return the stream made of the split messages."""
     parts = [part for message in split(source, options) for part in (encapsulate(message.header), body(message))]

@@ -274,7 +274,7 @@ class _StreamSplitter(Splitter):
         if self._memory is None:
             self._memory = pa.allocate_buffer(_BLOCK_SIZE)
             self._view = memoryview(self._memory).cast("B")
-        self._block = pa.ipc.new_stream(pa.FixedSizeBufferWriter(self._memory), self.schema)
+        self._block = pa.ipc.new_stream(pa.FixedSizeBufferWriter(self._memory), self.schema, options=_DEFAULT_OPTIONS)
         self._at = self._begin
 
 

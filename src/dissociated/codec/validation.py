@@ -40,6 +40,7 @@ _LISTS = (
 _OWN_BUFFERS = (
     (pa.types.is_fixed_size_list, 1),
     (pa.types.is_list, 2),
+    (pa.types.is_map, 2),
     (pa.types.is_large_list, 2),
     (pa.types.is_list_view, 3),
     (pa.types.is_large_list_view, 3),
@@ -63,13 +64,13 @@ class Validator:
     def check(self, batch: pa.RecordBatch, full: bool = False) -> pa.RecordBatch:
         """Return the batch as it must be written. Raises SourceError if it is not valid: see the class."""
         alike = batch.num_columns == self._columns  # otherwise libarrow raises
-        if not batch.num_rows and alike:
-            # libarrow's validation rejects some zero-length slices of view arrays.
-            broken = {number: column for number, column in enumerate(batch.columns) if _is_broken(column)}
-            batch = _replace_columns(batch, {number: _empty(column) for number, column in broken.items()})
-        if self._nested and alike and not full:
-            full = any(batch.column(index).offset for index in self._nested)
         try:
+            if not batch.num_rows and alike:
+                # libarrow's validation rejects some zero-length slices of view arrays.
+                broken = {number: column for number, column in enumerate(batch.columns) if _is_broken(column)}
+                batch = _replace_columns(batch, {number: _empty(column) for number, column in broken.items()})
+            if self._nested and alike and not full:
+                full = any(batch.column(index).offset for index in self._nested)
             validate_shared(partial(self._layouts.validate, batch) if full else batch.validate)
             return self._mended(batch) if self._nested and alike else batch
         except pa.ArrowException as error:
@@ -128,7 +129,22 @@ def _empty(array: pa.Array) -> pa.Array:
         return pa.DictionaryArray.from_arrays(pa.nulls(0, type_.index_type), array.dictionary, ordered=type_.ordered)
     if contains(type_, is_extension):
         return array  # libarrow makes some that end the process
+    if contains(type_, pa.types.is_run_end_encoded):
+        return _empty_with_runs(array)
     return pa.nulls(0, type_)  # a dictionary further within is sent anew with the next batch that has it
+
+
+def _empty_with_runs(array: pa.Array) -> pa.Array:
+    """Return an empty array of a type with runs: libarrow makes an invalid one if a union is around them."""
+    type_ = array.type
+    if pa.types.is_run_end_encoded(type_):
+        return pa.RunEndEncodedArray.from_arrays(pa.nulls(0, type_.run_end_type), _empty(array.values.slice(0, 0)))
+    own = next((count for is_list, count in _OWN_BUFFERS if is_list(type_)), 1)
+    if pa.types.is_union(type_):
+        own = 3 if type_.mode == "dense" else 2
+    zeros = [pa.py_buffer(bytes(8))] * (own - 1)  # the one offset of a list; no type codes
+    children = [_empty(child.slice(0, 0)) for child in _children(array)]
+    return pa.Array.from_buffers(type_, 0, [None, *zeros], 0, 0, children)
 
 
 def _mend(array: pa.Array) -> pa.Array:

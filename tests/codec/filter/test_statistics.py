@@ -202,6 +202,15 @@ def test_a_thorough_look_takes_text_and_decimals_and_leaves_out_nulls() -> None:
         assert [bounds.min[at].as_py() for at in (1, 2)] == [again] * 2, name
 
 
+def test_decimals_with_more_digits_than_their_type_are_left_out_by_no_filter() -> None:
+    words = pa.array([(5).to_bytes(16, "little"), (5 + (1 << 64)).to_bytes(16, "little")], pa.binary(16))
+    batch = pa.record_batch({"d": words.view(pa.decimal128(18))})
+    collector = StatisticsCollector(batch.schema, thorough=True)
+    collector.add(batch)
+    found = collector.statistics()
+    assert found is None or found.bounds[0].max.to_pylist() == [None]
+
+
 def test_a_column_of_one_value_for_many_batches_is_known_in_each() -> None:
     collector = StatisticsCollector(pa.schema({"sorted": pa.string()}), thorough=True)
     for value in ["a"] * 20 + ["b"] * 20:

@@ -184,10 +184,16 @@ class _NumberCollector(_ColumnCollector):
 
 
 class _DecimalCollector(_ColumnCollector):
-    """A collector for decimals of up to 18 digits: the first of their two words has all digits, and the sign."""
+    """A collector for decimals of up to 18 digits: the first of their two words has all digits, and the sign.
+
+    There is no range if a value has more digits than its type allows, since a filter compares all of them.
+    """
 
     def _range(self, values: pa.Array) -> _Range:
-        words = np.frombuffer(values.buffers()[1], np.int64, 2 * len(values), 16 * values.offset)[::2]
+        pairs = np.frombuffer(values.buffers()[1], np.int64, 2 * len(values), 16 * values.offset)
+        words, signs = pairs[::2], pairs[1::2]
+        if (words >> 63 != signs).any():
+            return _UNKNOWN
         return _decimal(words.min(), self._type.scale), _decimal(words.max(), self._type.scale)
 
 
