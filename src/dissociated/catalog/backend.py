@@ -50,6 +50,7 @@ class NoStore:
 
     changes = 0
     set_aside: Sequence[SetAside] = ()
+    set_aside_ids: Sequence[str] = ()
 
     def versions(self) -> list[Version]:
         return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -96,12 +96,13 @@ class Database:
         lives_until: float,
         serial: int = 0,
         removed: Mapping[str, Removal] | None = None,
+        set_aside: Collection[str] = (),
     ) -> None:
         """Register a node with all the parts that it holds.
 
         Parts that the node no longer holds are deleted. A version that the node stores and this catalog does not know
         becomes the current version of its dataset, unless a later version is known. So does a version that was missing:
-        the node may have run for a while without its spill directory, or unable to read a manifest.
+        the node may have run for a while without its spill directory.
 
         Args:
             node: The record of the node.
@@ -110,6 +111,8 @@ class Database:
             lives_until: The time until which the node is considered alive, in seconds since the epoch.
             serial: The serial up to which `announced` is complete.
             removed: The latest version that is gone from the node, for each dataset.
+            set_aside: The ids of parts that the node holds and could not read at its start. They stay in their
+                versions, which cannot be read meanwhile.
         """
         with self._transaction() as versions:
             self._tables.run(
@@ -129,6 +132,10 @@ class Database:
                 ),
             )
             held_ids = {version.id for version in announced}
+            self._tables.run("UPDATE parts SET set_aside = 0 WHERE node = ? AND set_aside", (node.id,))
+            for part in {*set_aside} - held_ids:
+                self._tables.run("UPDATE parts SET set_aside = 1 WHERE id = ? AND node = ?", (part, node.id))
+            held_ids |= {*set_aside}
             for row in self._tables.all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
                 if row["id"] not in held_ids:
                     versions.remove_missing(row["id"], node.host)
@@ -249,12 +256,13 @@ class Database:
             self._tables.run("DELETE FROM nodes WHERE id = ?", (node,))
 
     def unreadable(self) -> tuple[int, tuple[str, ...]]:
-        """Return the number of parts of current versions whose nodes are all away, and names of their datasets."""
+        """Return the number of parts of current versions that no node can serve now, and names of their datasets."""
         with self._reading() as versions:
             rows = self._tables.all(
                 "SELECT versions.name AS name FROM versions JOIN version_parts ON version = versions.id"
                 " JOIN parts ON part = parts.id JOIN nodes ON node = nodes.id WHERE replaced IS NULL"
-                " AND ifnull(expires > ?, 1) GROUP BY version, version_parts.number HAVING max(lives_until) <= ?"
+                " AND ifnull(expires > ?, 1) GROUP BY version, version_parts.number"
+                " HAVING max(iif(set_aside, 0, lives_until)) <= ?"
                 " ORDER BY versions.name",
                 versions.now,
                 versions.now,

@@ -29,6 +29,7 @@ from dissociated.codec.split import BatchAndMetadata
 from dissociated.control.access import Security
 from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
+from dissociated.control.locations import unavailable
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.datasets.base import Dataset
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError
@@ -86,7 +87,8 @@ class LocalCatalog(Catalog):
         self._answers = Answers(retain)
         self._members = Members(database, node, security)
         if self._backend.has_stage:
-            self._database.register(node, [], "", FOREVER, serial=-1)
+            set_aside = self._backend.store.set_aside_ids
+            self._database.register(node, [], "", FOREVER, serial=-1, set_aside=set_aside)
 
     # Listing
 
@@ -285,8 +287,12 @@ class LocalCatalog(Catalog):
         return None
 
     def _check_held(self, version: Version) -> None:
-        """Raise CatalogError if a part that only this process has is gone from its store, so its rows are lost."""
+        """Raise CatalogError if a part is set aside, or if this process alone had it, and its store lacks it."""
         for part in version.parts:
+            if part.set_aside:
+                hosts = [node.host for node in part.nodes]
+                reason = unavailable(version.name, hosts, 0.0, set_aside=True)
+                raise CatalogError(f"{version.name!r} cannot be appended to: {reason}")
             is_own = all(node.id == self.node.id for node in part.nodes)
             if is_own and self._registry.lookup(part.ticket) is None:
                 raise CatalogError(
@@ -382,7 +388,10 @@ class LocalCatalog(Catalog):
             str(name): Removal(int(version), bool(lost), int(highest))
             for name, (version, lost, highest) in body.get("numbers", {}).items()
         }
-        self._database.register(node, announced, str(body["digest"]), alive_until, int(body["serial"]), removed)
+        set_aside = [str(part) for part in body.get("aside", ())]
+        self._database.register(
+            node, announced, str(body["digest"]), alive_until, int(body["serial"]), removed, set_aside
+        )
         return self._node_reply(node.id, announced)
 
     def _check_admission(self, node: NodeRecord, body: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
@@ -181,7 +182,9 @@ class Versions:
         """Record a version that is gone from a store, and hide an older one that was found in a store."""
         self.use_number(name, removed.used)
         is_known = self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND published >= ?", name, removed.version)
-        if not is_known or removed.lost:
+        # A version that is set aside is reported as lost, and is still listed.
+        is_listed = self._tables.all("SELECT 1 FROM versions WHERE name = ? AND number = ?", name, removed.version)
+        if not is_known or (removed.lost and not is_listed):
             self._publish_number(name, removed.version, removed.lost)
         self._hide_found(name, removed.version)
 
@@ -344,12 +347,17 @@ class Versions:
         """Return the version in a row of its table, with its parts. Raise CatalogDamaged if the checksum is wrong."""
         self._tables.check("versions", row)
         copies: dict[int, tuple[sqlite3.Row, list[NodeRecord]]] = {}
+        set_aside: set[int] = set()
         for part in self._tables.all(
-            "SELECT number, part, ticket, rows, nbytes, serial, nodes.* FROM version_parts"
+            "SELECT number, part, ticket, rows, nbytes, serial, set_aside, nodes.* FROM version_parts"
             " JOIN parts ON part = parts.id JOIN nodes ON node = nodes.id WHERE version = ? ORDER BY number, nodes.id",
             row["id"],
         ):
-            copies.setdefault(part["number"], (part, []))[1].append(self.node(part))
+            node = self.node(part)
+            if part["set_aside"]:
+                set_aside.add(part["number"])
+                node = replace(node, alive=False)  # It cannot serve this part.
+            copies.setdefault(part["number"], (part, []))[1].append(node)
         parts = (
             Part(
                 part["part"],
@@ -360,6 +368,7 @@ class Versions:
                 part["number"],
                 part["serial"],
                 tuple(nodes),
+                part["number"] in set_aside and not any(node.alive for node in nodes),
             )
             for part, nodes in copies.values()
         )

@@ -214,6 +214,11 @@ class Store(ProcessBound):
         """The entries of `segments/` that were no versions, or could not be read, when the store was opened."""
         return self._places.set_aside
 
+    @property
+    def set_aside_ids(self) -> list[str]:
+        """The ids of the versions that are set aside."""
+        return [entry.id for entry in self.set_aside if entry.id is not None]
+
     def usage(self) -> Usage:
         """Return the bytes that the store takes now."""
         with self._locked:
