@@ -234,7 +234,7 @@ class LocalCatalog(Catalog):
                 try:
                     self.holdings.delete_parts(stored)
                 except StoreError:
-                    self.holdings.record_dropped(stored)
+                    self._record_dropped(name, stored)
             else:
                 self._database.find(name)
                 try:
@@ -244,6 +244,16 @@ class LocalCatalog(Catalog):
                     raise
                 self._database.drop(name)
         self._clean_up(self._delete_unreferenced)
+
+    def _record_dropped(self, name: str, parts: Sequence[str]) -> None:
+        """Record parts of a dropped dataset that cannot be deleted. Raise StoreError if that fails, too."""
+        try:
+            self.holdings.record_dropped(parts)
+        except StoreError as error:
+            raise StoreError(
+                f"{name!r} is dropped, but a catalog that lost its database would list it again: {error}; the catalog "
+                "tries again to remove its segments"
+            ) from None
 
     def abort(self, key: str) -> None:
         with self._locks.of_key(key):
