@@ -21,6 +21,7 @@ from dissociated.control.commit import StagedSegment
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
+from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from dissociated.training import Batches
 from store.test_memfds import memfd
@@ -354,6 +355,15 @@ def commit_on(client: dis.Client, *nodes: Node) -> None:
     client.commit(dis.Commit("d", staged, SCHEMA))
 
 
+def write_segment(uri: str, name: str, number: int) -> StagedSegment:
+    """Write a segment with one row to the stage of a node."""
+    with dis.connect(uri) as client:
+        place = client.stage()
+        with SegmentWriter(f"{place.directory}/{name}", SCHEMA, reserve=client.reserve) as writer:
+            writer.write(table(number).to_batches()[0])
+    return StagedSegment(name, place.node)
+
+
 def test_numbers_go_on_after_a_catalog_has_lost_its_database(cluster: Cluster) -> None:
     node = cluster.start_node("a")
     for number in range(3):
@@ -474,6 +484,100 @@ def test_a_node_with_a_part_of_the_last_version_does_not_show_the_one_before(mem
         assert client.list() == []
         client.put("d", table(5))
         assert version(a.uri, "d")[0::2] == (3, [5])
+
+
+@pytest.mark.parametrize("nodes", ["b", "ab"])
+def test_no_version_of_a_catalog_killed_before_it_has_confirmed_a_commit_is_made_again(
+    memory: Path, start: Start, monkeypatch: pytest.MonkeyPatch, nodes: str
+) -> None:
+    """The catalog has a store, and its database in memory. It is killed between the publication and the manifest."""
+    listen = f"grpc://127.0.0.1:{free_port()}"
+    arguments = ("node", "--store", memory / "a", "--flight", listen)
+    killed = Fault(str(memory / "a" / "segments"), error=None, operations=("create",))
+    with monkeypatch.context() as patch:
+        for variable, value in killed.environment().items():
+            patch.setenv(variable, value)
+        catalog = start(*arguments)
+    other = start("node", "--store", memory / "b", "--catalog", listen, "--heartbeat", str(SELDOM))
+    uris = {"a": catalog.uri, "b": other.uri}
+    put(listen, "d", table(1))
+    number, lineage_id, _ = version(listen, "d")
+    assert number == 1
+    parts = [write_segment(uris[name], name, 2) for name in nodes]
+    with dis.connect(listen) as client, pytest.raises(CatalogError):
+        client.commit(dis.Commit("d", parts, SCHEMA, key="k", mode="append"))
+    other.kill()
+    start(*arguments)
+    with dis.connect(listen) as client:
+        assert version(listen, "d") == (1, lineage_id, [1])
+        client.put("d", table(3), mode="append")
+        latest = version(listen, "d")
+        assert (latest[0], latest[2]) == (3, [1, 3])
+        assert latest[1] != lineage_id
+        with pytest.raises(DatasetNotFound):
+            client.describe_version("d", 2, lineage_id)
+
+
+def test_a_number_that_a_catalog_from_a_backup_has_forgotten_is_not_used_again(memory: Path) -> None:
+    """The store of the catalog knows the number; the node with the rows is away."""
+    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
+
+    def catalog() -> Node:
+        return Node(Store(memory / "a"), ["shm:"], flight=uri, database=str(path))
+
+    with catalog():
+        put(uri, "d", table(1))
+        lineage_id = version(uri, "d")[1]
+    backup = path.read_bytes()
+    with catalog(), Node(Store(memory / "b"), ["shm:"], catalog=uri) as other:
+        put(other.uri, "d", table(2), mode="append")
+        assert version(uri, "d") == (2, lineage_id, [1, 2])
+    path.write_bytes(backup)
+    with catalog():
+        assert version(uri, "d") == (1, lineage_id, [1])
+        put(uri, "d", table(3), mode="append")
+        latest = version(uri, "d")
+        assert (latest[0], latest[2]) == (3, [1, 3])
+        assert latest[1] != lineage_id
+        put(uri, "d", table(4), mode="append")
+        assert version(uri, "d") == (4, latest[1], [1, 3, 4])
+    with catalog():
+        assert version(uri, "d") == (4, latest[1], [1, 3, 4])
+
+
+@pytest.mark.parametrize("mode", ["append", "overwrite"])
+def test_a_catalog_from_a_backup_whose_nodes_are_all_present_uses_no_number_again(memory: Path, mode: str) -> None:
+    """The catalog has no store, so only the node of the later version knows that there was one."""
+    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
+
+    def catalog() -> CatalogService:
+        return CatalogService(uri, database=Database(str(path)))
+
+    with ExitStack() as running:
+        first = catalog()
+        a, b = (
+            running.enter_context(Node(Store(memory / name), ["shm:"], catalog=uri, heartbeat_interval=SELDOM))
+            for name in "ab"
+        )
+        put(a.uri, "d", table(1))
+        lineage_id = version(uri, "d")[1]
+        first.close()
+        backup = path.read_bytes()
+        first = catalog()
+        put(b.uri, "d", table(2), mode=mode)
+        later = version(uri, "d")
+        for node in (a, b):
+            node.service.catalog.reconcile()
+        first.close()
+        path.write_bytes(backup)
+        with closing(catalog()):
+            for node in (a, b, a, b):
+                node.service.catalog.reconcile()
+            put(a.uri, "d", table(3), mode="append")
+            latest = version(uri, "d")
+            assert latest[0] == 3
+            assert latest[1] not in (lineage_id, later[1])
+            assert latest[2] == [later[2][-1] if mode == "overwrite" else 1, 3]
 
 
 # Parts that are set aside
@@ -716,8 +820,11 @@ def test_what_a_catalog_has_committed_is_not_replaced_by_what_it_finds(cluster: 
     cluster.tell("a")
     put(a.uri, "d", table(9))
     cluster.tell("b")
-    assert version(cluster.uri, "d")[2] == [9]
+    for _ in range(2):
+        assert version(cluster.uri, "d")[2] == [9]
+        restart_node(cluster, "b")
     put(a.uri, "d", table(10))
+    restart_node(cluster, "b")
     assert version(cluster.uri, "d")[0::2] == (4, [10])
 
 

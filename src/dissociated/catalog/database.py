@@ -166,7 +166,7 @@ class Database:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (version.id,))
             elif not version.prepared and not self._is_known(versions, version):
                 versions.learn(version)
-            versions.use_number(version.name, version.number)
+            versions.find_number(version.name, version.number)
 
     def _is_known(self, versions: Versions, version: Version) -> bool:
         """Return whether the catalog knows a version, which it may have dropped or replaced since."""
@@ -347,7 +347,7 @@ class Database:
 
         Raises:
             CatalogError: A part is on an unknown node, the schema differs from that of the version to append to, that
-                version was lost, or the commit was aborted.
+                version was lost or overtaken, or the commit was aborted.
         """
         with self._transaction() as versions:
             committed = self._tables.all("SELECT version FROM commits WHERE key = ?", commit.key)
@@ -357,6 +357,11 @@ class Database:
                 raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
             if commit.append and not before:  # The version may have been lost since the number was assigned.
                 versions.check_not_lost(commit.name)
+            if before and before[0] != commit.key and versions.is_overtaken(commit.name):
+                raise CatalogError(
+                    f"nothing was appended to {commit.name!r}, since a node has just reported a later version: put the "
+                    "rows again"
+                )
             number = commit.number or versions.next_number(commit.name)
             numbered = replace(commit, number=number)
             version = Version.of(numbered, schema, created or versions.now, parts, before=tuple(before))
@@ -379,6 +384,11 @@ class Database:
                 versions.check_not_lost(name)
             return versions.next_number(name)
 
+    def is_overtaken(self, name: str) -> bool:
+        """Return whether an append to the current version of `name` must begin a new lineage: see `Origin`."""
+        with self._reading() as versions:
+            return versions.is_overtaken(name)
+
     def learn(self, announced: Version) -> None:
         """Publish a version in the store of this process, unless it is known, aborted, replaced or dropped.
 
@@ -387,7 +397,7 @@ class Database:
         with self._transaction() as versions:
             if not self._is_known(versions, announced) and not versions.is_resolved(announced.key):
                 versions.learn(announced)
-            versions.use_number(announced.name, announced.number)
+            versions.find_number(announced.name, announced.number)
 
     def record_removed(self, removed: Mapping[str, Removal], held_versions: Sequence[Version] = ()) -> None:
         """Record versions that left the store of this process, and `held_versions` in it. See `register`."""

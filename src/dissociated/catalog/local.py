@@ -284,8 +284,9 @@ class LocalCatalog(Catalog):
             commit = replace(commit, number=number, catalog=self._database.id)
             by_node = commit.by_node()
             dataset = None if current is None else self._find_held(current)
+            is_overtaken = self._database.is_overtaken(commit.name)
             if [*by_node] == [self.node.id] and (current is None or dataset is not None):
-                self._commit_local(by_node[self.node.id], current, dataset)
+                self._commit_local(by_node[self.node.id], current, dataset, is_overtaken)
             else:
                 self._commit_distributed(commit, by_node)
         self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([commit.key]))
@@ -311,25 +312,33 @@ class LocalCatalog(Catalog):
                 )
 
     def _find_held(self, version: Version) -> Dataset | None:
-        """Return the dataset of a version of which this process serves the only part, or None."""
-        return self._registry.lookup(version.parts[0].ticket) if len(version.parts) == 1 else None
+        """Return the dataset of a version of which this process serves the only part, or None.
 
-    def _commit_local(self, commit: Commit, current: Version | None, dataset: Dataset | None) -> None:
+        The store may know that the part is not the whole of a later version, which a restored database lacks.
+        """
+        stored = self._backend.store.version(version.parts[0].id)
+        is_sole = len(version.parts) == 1 and (stored is None or stored.whole)
+        return self._registry.lookup(version.parts[0].ticket) if is_sole else None
+
+    def _commit_local(
+        self, commit: Commit, current: Version | None, dataset: Dataset | None, new_lineage: bool
+    ) -> None:
         """Publish a commit as one part of this node.
 
         Args:
             commit: The commit.
             current: The version that the commit appends to; None if it replaces the dataset, or is its first version.
             dataset: The dataset of that version.
+            new_lineage: Whether an append begins a new lineage.
         """
         before: list[str] = []
         if current is None:
             commit = replace(commit, mode="overwrite")
         else:  # An append must keep all rows of the current version.
-            before = [current.lineage_id]
+            before = [commit.key if new_lineage else current.lineage_id]
             tags, ttl = current.merged_options(commit.tags, commit.ttl)
             commit = replace(commit, tags=tags, ttl=ttl)
-        prepared = self._backend.prepare(commit, dataset)
+        prepared = self._backend.prepare(commit, dataset, new_lineage=new_lineage)
         old = self._registry.find_name(commit.name)
         self._registry.serve(prepared.id, prepared.dataset, named=True)
         try:
@@ -350,6 +359,8 @@ class LocalCatalog(Catalog):
     def _commit_distributed(self, commit: Commit, by_node: Mapping[str, Commit]) -> None:
         """Have each node prepare its part, and publish all parts in one transaction of the database."""
         nodes = self._members.find(by_node)
+        if self.node.id not in by_node:  # Otherwise the manifest of this node's own part has the number.
+            self._backend.store.use_number(commit.name, commit.number)
         parts = []
         encoded_schemas = set()
         for number, (node, own) in enumerate(by_node.items()):

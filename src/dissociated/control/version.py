@@ -100,8 +100,8 @@ class Version:
         parts: The parts, in order.
         tags: The tags.
         ttl: The time to live in seconds; None if the version does not expire.
-        before: The keys of the earlier commits to which this one appended, oldest first. A catalog keeps only the first
-            key, which is the `lineage_id`.
+        before: The keys of the earlier commits to which this one appended, oldest first. If the append began a new
+            lineage, its own key comes before them. A catalog keeps only the first key, which is the `lineage_id`.
         number: The number of the version, which the catalog assigned, counted from 1 for each dataset. No number is
             used twice. It is 0 until a catalog has assigned it.
         catalog: The id of that catalog's database.
