@@ -167,6 +167,20 @@ def test_nothing_is_appended_to_rows_that_were_lost_after_the_number_was_assigne
     assert database.datasets() == []
 
 
+def test_no_lineage_goes_on_if_a_node_reports_a_later_version_during_the_commit(database: Database) -> None:
+    database.publish(Commit("d", key="first"), SCHEMA, [part("1")])
+    number = database.next_version("d", append=True)
+    assert not database.is_overtaken("d")
+    database.register(B, [announced("9", "d", 9, prepared=True, node="b")], "", FOREVER, serial=9)
+    assert database.is_overtaken("d")
+    append = Commit("d", key="second", mode="append", number=number)
+    with pytest.raises(CatalogError, match="a node has just reported a later version"):
+        database.publish(append, SCHEMA, [part("2")], before=["first"])
+    assert tickets(database, "d") == [b"ticket 1"]
+    database.publish(replace(append, number=database.next_version("d")), SCHEMA, [part("2")], before=["second"])
+    assert (database.find("d").number, database.find("d").lineage_id) == (10, "second")
+
+
 def test_a_time_to_live(database: Database, clock: Clock) -> None:
     database.publish(Commit("d", key="0"), SCHEMA, [part("0")])
     database.find("d", retain=60)

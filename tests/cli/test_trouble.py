@@ -55,7 +55,7 @@ def test_a_node_that_is_away_is_described_as_that(memory: Path, tmp_path: Path, 
     (plain,) = json.loads(run("ls", "--json", catalog.uri))
     assert plain["readable"] is False
     status = run("status", catalog.uri)
-    assert "1 part cannot be read, since no node with the data is alive: orders\n" in status
+    assert "1 part cannot be read, since no node that is alive can serve the data: orders\n" in status
     assert re.search(rf"^{re.escape(host)} +away ", status, re.MULTILINE)
     assert f"{host} has been away for " in status
 

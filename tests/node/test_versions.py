@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
@@ -19,6 +21,7 @@ from dissociated.control.commit import StagedSegment
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
+from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from dissociated.training import Batches
 from store.test_memfds import memfd
@@ -284,6 +287,13 @@ def test_a_commit_that_is_refused_twice_hides_no_version(memory: Path, monkeypat
 def test_nothing_is_appended_to_rows_that_are_gone_from_the_store_of_a_node_with_a_database(memory: Path) -> None:
     lose_rows(memory)
     with start_with_database(memory) as node, dis.connect(node.uri) as client:
+        with pytest.raises(CatalogError, match="'d' cannot be appended to: a part of 'd' is set aside on"):
+            client.put("d", table(2), mode="append")
+        with pytest.raises(CatalogError, match="a part of 'd' is set aside on"):
+            client.read("d")
+    (entry,) = (memory / "store" / "segments").iterdir()
+    shutil.rmtree(entry)
+    with start_with_database(memory) as node, dis.connect(node.uri) as client:
         with pytest.raises(CatalogError, match="rows of version 1 are no longer in the store"):
             client.put("d", table(2), mode="append")
         with pytest.raises(DatasetNotFound):
@@ -343,6 +353,15 @@ def commit_on(client: dis.Client, *nodes: Node) -> None:
             writer.write(table(number).to_batches()[0])
         staged.append(StagedSegment(f"part {number}", node.store.id))
     client.commit(dis.Commit("d", staged, SCHEMA))
+
+
+def write_segment(uri: str, name: str, number: int) -> StagedSegment:
+    """Write a segment with one row to the stage of a node."""
+    with dis.connect(uri) as client:
+        place = client.stage()
+        with SegmentWriter(f"{place.directory}/{name}", SCHEMA, reserve=client.reserve) as writer:
+            writer.write(table(number).to_batches()[0])
+    return StagedSegment(name, place.node)
 
 
 def test_numbers_go_on_after_a_catalog_has_lost_its_database(cluster: Cluster) -> None:
@@ -467,6 +486,280 @@ def test_a_node_with_a_part_of_the_last_version_does_not_show_the_one_before(mem
         assert version(a.uri, "d")[0::2] == (3, [5])
 
 
+@pytest.mark.parametrize("nodes", ["b", "ab"])
+def test_no_version_of_a_catalog_killed_before_it_has_confirmed_a_commit_is_made_again(
+    memory: Path, start: Start, monkeypatch: pytest.MonkeyPatch, nodes: str
+) -> None:
+    """The catalog has a store, and its database in memory. It is killed between the publication and the manifest."""
+    listen = f"grpc://127.0.0.1:{free_port()}"
+    arguments = ("node", "--store", memory / "a", "--flight", listen)
+    killed = Fault(str(memory / "a" / "segments"), error=None, operations=("create",))
+    with monkeypatch.context() as patch:
+        for variable, value in killed.environment().items():
+            patch.setenv(variable, value)
+        catalog = start(*arguments)
+    other = start("node", "--store", memory / "b", "--catalog", listen, "--heartbeat", str(SELDOM))
+    uris = {"a": catalog.uri, "b": other.uri}
+    put(listen, "d", table(1))
+    number, lineage_id, _ = version(listen, "d")
+    assert number == 1
+    parts = [write_segment(uris[name], name, 2) for name in nodes]
+    with dis.connect(listen) as client, pytest.raises(CatalogError):
+        client.commit(dis.Commit("d", parts, SCHEMA, key="k", mode="append"))
+    other.kill()
+    start(*arguments)
+    with dis.connect(listen) as client:
+        assert version(listen, "d") == (1, lineage_id, [1])
+        client.put("d", table(3), mode="append")
+        latest = version(listen, "d")
+        assert (latest[0], latest[2]) == (3, [1, 3])
+        assert latest[1] != lineage_id
+        with pytest.raises(DatasetNotFound):
+            client.describe_version("d", 2, lineage_id)
+
+
+def test_a_number_that_a_catalog_from_a_backup_has_forgotten_is_not_used_again(memory: Path) -> None:
+    """The store of the catalog knows the number; the node with the rows is away."""
+    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
+
+    def catalog() -> Node:
+        return Node(Store(memory / "a"), ["shm:"], flight=uri, database=str(path))
+
+    with catalog():
+        put(uri, "d", table(1))
+        lineage_id = version(uri, "d")[1]
+    backup = path.read_bytes()
+    with catalog(), Node(Store(memory / "b"), ["shm:"], catalog=uri) as other:
+        put(other.uri, "d", table(2), mode="append")
+        assert version(uri, "d") == (2, lineage_id, [1, 2])
+    path.write_bytes(backup)
+    with catalog():
+        assert version(uri, "d") == (1, lineage_id, [1])
+        put(uri, "d", table(3), mode="append")
+        latest = version(uri, "d")
+        assert (latest[0], latest[2]) == (3, [1, 3])
+        assert latest[1] != lineage_id
+        put(uri, "d", table(4), mode="append")
+        assert version(uri, "d") == (4, latest[1], [1, 3, 4])
+    with catalog():
+        assert version(uri, "d") == (4, latest[1], [1, 3, 4])
+
+
+@pytest.mark.parametrize("mode", ["append", "overwrite"])
+def test_a_catalog_from_a_backup_whose_nodes_are_all_present_uses_no_number_again(memory: Path, mode: str) -> None:
+    """The catalog has no store, so only the node of the later version knows that there was one."""
+    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
+
+    def catalog() -> CatalogService:
+        return CatalogService(uri, database=Database(str(path)))
+
+    with ExitStack() as running:
+        first = catalog()
+        a, b = (
+            running.enter_context(Node(Store(memory / name), ["shm:"], catalog=uri, heartbeat_interval=SELDOM))
+            for name in "ab"
+        )
+        put(a.uri, "d", table(1))
+        lineage_id = version(uri, "d")[1]
+        first.close()
+        backup = path.read_bytes()
+        first = catalog()
+        put(b.uri, "d", table(2), mode=mode)
+        later = version(uri, "d")
+        for node in (a, b):
+            node.service.catalog.reconcile()
+        first.close()
+        path.write_bytes(backup)
+        with closing(catalog()):
+            for node in (a, b, a, b):
+                node.service.catalog.reconcile()
+            put(a.uri, "d", table(3), mode="append")
+            latest = version(uri, "d")
+            assert latest[0] == 3
+            assert latest[1] not in (lineage_id, later[1])
+            assert latest[2] == [later[2][-1] if mode == "overwrite" else 1, 3]
+
+
+# Parts that are set aside
+
+
+class Entry:
+    """The only version in the store of a node, whose manifest is damaged while the node is away, and repaired."""
+
+    def __init__(self, node: Node) -> None:
+        (held,) = node.store.versions()
+        self.path = node.store.directory / "segments" / held.id
+        self._manifest = self.path / "manifest.json"
+        self._content = self._manifest.read_bytes()
+
+    def damage(self) -> None:
+        self._manifest.write_bytes(self._content[:-40])
+
+    def repair(self) -> None:
+        self._manifest.write_bytes(self._content)
+
+
+def set_aside_part(cluster: Cluster) -> Entry:
+    """Commit `d` with parts on the nodes a and b, and restart node a, which cannot read the manifest of its part."""
+    with dis.connect(cluster.uri) as client:
+        commit_on(client, cluster.start_node("a"), cluster.start_node("b"))
+    cluster.tell()
+    entry = Entry(cluster.nodes["a"])
+    cluster.nodes["a"].close()
+    entry.damage()
+    cluster.start_node("a")
+    cluster.tell()
+    return entry
+
+
+def restart_node(cluster: Cluster, name: str) -> None:
+    cluster.nodes[name].close()
+    cluster.start_node(name)
+    cluster.tell()
+
+
+def test_a_part_that_is_set_aside_stays_in_its_version(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = set_aside_part(cluster)
+    with dis.connect(cluster.uri) as client:
+        before = client.describe("d")
+        handle = client["d"]
+        for read_all in (lambda: client.read("d").read_all(), handle.to_table):
+            with pytest.raises(CatalogError, match=r"a part of 'd' is set aside on .* the mode overwrite"):
+                read_all()
+        with pytest.raises(CatalogError, match="'d' cannot be appended to: a part of 'd' is set aside on"):
+            client.put("d", table(4), mode="append")
+        assert [len(node.store.versions()) for node in cluster.nodes.values()] == [0, 1]
+        assert (client.status().unreadable_parts, client.status().unreadable_datasets) == (1, ("d",))
+        with dis.connect(cluster.nodes["a"].uri) as at_node:
+            store = at_node.status().store
+        assert store is not None
+        assert [str(entry.path) in sentence for sentence in store.set_aside] == [True]
+        assert main(["ls", cluster.uri]) == 0
+        assert "has set a part aside" in capsys.readouterr().out
+        assert main(["describe", f"{cluster.uri}/d"]) == 0
+        printed = capsys.readouterr()
+        assert "none: it is set aside" in printed.out
+        assert "a part of 'd' is set aside on" in printed.err
+        entry.repair()
+        restart_node(cluster, "a")
+        assert sorted(read(cluster.uri, "d")) == [2, 3]
+        assert sorted(handle.to_table()["n"].to_pylist()) == [2, 3]
+        assert (client.describe("d").version, client.describe("d").lineage_id) == (before.version, before.lineage_id)
+        assert client.status().unreadable_parts == 0
+        client.put("d", table(4), mode="append")
+        assert sorted(read(cluster.uri, "d")) == [2, 3, 4]
+
+
+def test_a_client_that_knows_only_flight_is_told_that_a_part_is_set_aside(cluster: Cluster) -> None:
+    set_aside_part(cluster)
+    with flight.connect(cluster.uri) as client:
+        info = client.get_flight_info(flight.FlightDescriptor.for_path("d"))
+        (aside,) = (endpoint for endpoint in info.endpoints if not endpoint.locations)
+        with pytest.raises(flight.FlightError, match="a part of 'd' is set aside on"):
+            client.do_get(aside.ticket).read_all()
+
+
+def test_a_part_that_was_set_aside_and_removed_counts_as_evicted(cluster: Cluster) -> None:
+    entry = set_aside_part(cluster)
+    with dis.connect(cluster.uri) as client:
+        lineage_id = client.describe("d").lineage_id
+    shutil.rmtree(entry.path)
+    restart_node(cluster, "a")
+    with dis.connect(cluster.uri) as client:
+        assert client.list() == []
+        with pytest.raises(CatalogError, match="'d' cannot be appended to: version 1 was evicted, or lost"):
+            client.put("d", table(4), mode="append")
+        assert not cluster.nodes["b"].store.versions()
+        client.put("d", table(5))
+        client.put("d", table(6), mode="append")
+        assert version(cluster.uri, "d")[0::2] == (3, [5, 6])
+        assert version(cluster.uri, "d")[1] != lineage_id
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_part_that_was_set_aside_during_a_drop_or_a_put_is_deleted_when_it_can_be_read(
+    cluster: Cluster, is_dropped: bool
+) -> None:
+    entry = set_aside_part(cluster)
+    with dis.connect(cluster.uri) as client:
+        client.drop("d")
+        if not is_dropped:
+            client.put("d", table(4))
+        entry.repair()
+        restart_node(cluster, "a")
+        assert not entry.path.exists()
+        assert [read(cluster.uri, info.name) for info in client.list()] == ([] if is_dropped else [[4]])
+        client.put("d", table(5), mode="append")
+        assert version(cluster.uri, "d")[0::2] == ((2, [5]) if is_dropped else (3, [4, 5]))
+
+
+def test_a_whole_version_that_is_set_aside_stays_and_no_older_one_is_shown(cluster: Cluster) -> None:
+    node = cluster.start_node("a")
+    put(node.uri, "d", table(1))
+    entry = Entry(node)
+    with dis.connect(cluster.uri) as client:
+        client.describe("d")  # makes the catalog keep the version after it is replaced
+        put(cluster.start_node("b").uri, "d", table(2))
+        cluster.tell()
+        latest = Entry(cluster.nodes["b"])
+        cluster.nodes["b"].close()
+        latest.damage()
+        cluster.start_node("b")
+        cluster.tell()
+        with pytest.raises(CatalogError, match="a part of 'd' is set aside on"):
+            client.read("d")
+        with pytest.raises(CatalogError, match="'d' cannot be appended to"):
+            client.put("d", table(3), mode="append")
+        assert version(cluster.uri, "d", 1)[2] == [1]
+        put(node.uri, "d", table(4))
+        assert version(cluster.uri, "d")[0::2] == (3, [4])
+        latest.repair()
+        restart_node(cluster, "b")
+        assert version(cluster.uri, "d")[0::2] == (3, [4])
+    assert entry.path.exists()
+
+
+def test_a_part_of_the_catalog_itself_that_is_set_aside_stays_in_its_version(memory: Path) -> None:
+    uri = f"grpc://127.0.0.1:{free_port()}"
+
+    def catalog() -> Node:
+        return Node(Store(memory / "a"), ["shm:"], flight=uri, database=str(memory / "catalog.db"))
+
+    def tell() -> None:
+        for _ in range(2):
+            other.service.catalog.reconcile()
+
+    with ExitStack() as running:
+        first = catalog()
+        other = running.enter_context(Node(Store(memory / "b"), ["shm:"], catalog=uri, heartbeat_interval=SELDOM))
+        with dis.connect(uri) as client:
+            commit_on(client, first, other)
+        tell()
+        entry = Entry(first)
+        first.close()
+        entry.damage()
+        with catalog(), dis.connect(uri) as client:
+            tell()
+            with pytest.raises(CatalogError, match="a part of 'd' is set aside on"):
+                client.read("d")
+            with pytest.raises(CatalogError, match="'d' cannot be appended to: a part of 'd' is set aside on"):
+                client.put("d", table(4), mode="append")
+        entry.repair()
+        theirs = Entry(other)
+        other.close()
+        theirs.damage()
+        with catalog():
+            other = running.enter_context(Node(Store(memory / "b"), ["shm:"], catalog=uri, heartbeat_interval=SELDOM))
+            tell()
+        with catalog(), dis.connect(uri) as client:  # it reads in its database that a part is set aside
+            with pytest.raises(CatalogError, match="a part of 'd' is set aside on"):
+                client.read("d")
+            other.close()
+            theirs.repair()
+            other = running.enter_context(Node(Store(memory / "b"), ["shm:"], catalog=uri, heartbeat_interval=SELDOM))
+            assert sorted(read(uri, "d")) == [2, 3]
+
+
 def test_versions_on_disk_are_those_of_the_store_that_has_the_disk_now(cluster: Cluster, tmp_path: Path) -> None:
     """The memory of a node is lost, and with it the id of its store. The spill directory stays."""
     options: dict[str, Any] = {"limit": 2 * MIB, "policy": Policy.SPILL, "spill": tmp_path / "disk"}
@@ -527,8 +820,11 @@ def test_what_a_catalog_has_committed_is_not_replaced_by_what_it_finds(cluster: 
     cluster.tell("a")
     put(a.uri, "d", table(9))
     cluster.tell("b")
-    assert version(cluster.uri, "d")[2] == [9]
+    for _ in range(2):
+        assert version(cluster.uri, "d")[2] == [9]
+        restart_node(cluster, "b")
     put(a.uri, "d", table(10))
+    restart_node(cluster, "b")
     assert version(cluster.uri, "d")[0::2] == (4, [10])
 
 

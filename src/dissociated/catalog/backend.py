@@ -50,6 +50,7 @@ class NoStore:
 
     changes = 0
     set_aside: Sequence[SetAside] = ()
+    set_aside_ids: Sequence[str] = ()
 
     def versions(self) -> list[Version]:
         return []
@@ -78,6 +79,8 @@ class NoStore:
 
     def usage(self) -> Usage | None:
         return None
+
+    def use_number(self, name: str, number: int) -> None: ...
 
     @property
     def directory(self) -> Path | None:
@@ -123,7 +126,9 @@ class Backend(ABC):
         """Make room for a segment, or raise. See `Store.ensure_room`."""
 
     @abstractmethod
-    def prepare(self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True) -> Prepared:
+    def prepare(
+        self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True, new_lineage: bool = False
+    ) -> Prepared:
         """Make the segments of a commit ready to be published, all of them or none.
 
         A repeated call with the same key returns the result of the first.
@@ -133,6 +138,7 @@ class Backend(ABC):
             previous: The current version of the dataset, if the commit appends to it.
             whole: Whether the segments are the whole dataset. If False, another catalog decides whether they are
                 published.
+            new_lineage: Whether an append begins a new lineage.
 
         Raises:
             CatalogError: This backend has no stage.
@@ -196,7 +202,9 @@ class NoBackend(Backend):
     def reserve(self, name: str, size: int, wish: int) -> int:
         raise self._refusal("the node that the segment is on")
 
-    def prepare(self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True) -> Prepared:
+    def prepare(
+        self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True, new_lineage: bool = False
+    ) -> Prepared:
         raise self._refusal()
 
     def _refusal(self, addressee: str = "one of its nodes") -> CatalogError:
@@ -218,7 +226,9 @@ class StageBackend(Backend):
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
         return SegmentWriter(self._stage.path(name), schema, options)
 
-    def prepare(self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True) -> Prepared:
+    def prepare(
+        self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True, new_lineage: bool = False
+    ) -> Prepared:
         earlier = () if previous is None else previous.appendable()
         segments = [*earlier, *self._stage.take(commit.segment_names, self.max_metadata)]
         if not segments:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -96,12 +96,13 @@ class Database:
         lives_until: float,
         serial: int = 0,
         removed: Mapping[str, Removal] | None = None,
+        set_aside: Collection[str] = (),
     ) -> None:
         """Register a node with all the parts that it holds.
 
         Parts that the node no longer holds are deleted. A version that the node stores and this catalog does not know
         becomes the current version of its dataset, unless a later version is known. So does a version that was missing:
-        the node may have run for a while without its spill directory, or unable to read a manifest.
+        the node may have run for a while without its spill directory.
 
         Args:
             node: The record of the node.
@@ -110,6 +111,8 @@ class Database:
             lives_until: The time until which the node is considered alive, in seconds since the epoch.
             serial: The serial up to which `announced` is complete.
             removed: The latest version that is gone from the node, for each dataset.
+            set_aside: The ids of parts that the node holds and could not read at its start. They stay in their
+                versions, which cannot be read meanwhile.
         """
         with self._transaction() as versions:
             self._tables.run(
@@ -129,6 +132,10 @@ class Database:
                 ),
             )
             held_ids = {version.id for version in announced}
+            self._tables.run("UPDATE parts SET set_aside = 0 WHERE node = ? AND set_aside", (node.id,))
+            for part in {*set_aside} - held_ids:
+                self._tables.run("UPDATE parts SET set_aside = 1 WHERE id = ? AND node = ?", (part, node.id))
+            held_ids |= {*set_aside}
             for row in self._tables.all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
                 if row["id"] not in held_ids:
                     versions.remove_missing(row["id"], node.host)
@@ -159,7 +166,7 @@ class Database:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (version.id,))
             elif not version.prepared and not self._is_known(versions, version):
                 versions.learn(version)
-            versions.use_number(version.name, version.number)
+            versions.find_number(version.name, version.number)
 
     def _is_known(self, versions: Versions, version: Version) -> bool:
         """Return whether the catalog knows a version, which it may have dropped or replaced since."""
@@ -249,12 +256,13 @@ class Database:
             self._tables.run("DELETE FROM nodes WHERE id = ?", (node,))
 
     def unreadable(self) -> tuple[int, tuple[str, ...]]:
-        """Return the number of parts of current versions whose nodes are all away, and names of their datasets."""
+        """Return the number of parts of current versions that no node can serve now, and names of their datasets."""
         with self._reading() as versions:
             rows = self._tables.all(
                 "SELECT versions.name AS name FROM versions JOIN version_parts ON version = versions.id"
                 " JOIN parts ON part = parts.id JOIN nodes ON node = nodes.id WHERE replaced IS NULL"
-                " AND ifnull(expires > ?, 1) GROUP BY version, version_parts.number HAVING max(lives_until) <= ?"
+                " AND ifnull(expires > ?, 1) GROUP BY version, version_parts.number"
+                " HAVING max(iif(set_aside, 0, lives_until)) <= ?"
                 " ORDER BY versions.name",
                 versions.now,
                 versions.now,
@@ -339,7 +347,7 @@ class Database:
 
         Raises:
             CatalogError: A part is on an unknown node, the schema differs from that of the version to append to, that
-                version was lost, or the commit was aborted.
+                version was lost or overtaken, or the commit was aborted.
         """
         with self._transaction() as versions:
             committed = self._tables.all("SELECT version FROM commits WHERE key = ?", commit.key)
@@ -349,6 +357,11 @@ class Database:
                 raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
             if commit.append and not before:  # The version may have been lost since the number was assigned.
                 versions.check_not_lost(commit.name)
+            if before and before[0] != commit.key and versions.is_overtaken(commit.name):
+                raise CatalogError(
+                    f"nothing was appended to {commit.name!r}, since a node has just reported a later version: put the "
+                    "rows again"
+                )
             number = commit.number or versions.next_number(commit.name)
             numbered = replace(commit, number=number)
             version = Version.of(numbered, schema, created or versions.now, parts, before=tuple(before))
@@ -371,6 +384,11 @@ class Database:
                 versions.check_not_lost(name)
             return versions.next_number(name)
 
+    def is_overtaken(self, name: str) -> bool:
+        """Return whether an append to the current version of `name` must begin a new lineage: see `Origin`."""
+        with self._reading() as versions:
+            return versions.is_overtaken(name)
+
     def learn(self, announced: Version) -> None:
         """Publish a version in the store of this process, unless it is known, aborted, replaced or dropped.
 
@@ -379,7 +397,7 @@ class Database:
         with self._transaction() as versions:
             if not self._is_known(versions, announced) and not versions.is_resolved(announced.key):
                 versions.learn(announced)
-            versions.use_number(announced.name, announced.number)
+            versions.find_number(announced.name, announced.number)
 
     def record_removed(self, removed: Mapping[str, Removal], held_versions: Sequence[Version] = ()) -> None:
         """Record versions that left the store of this process, and `held_versions` in it. See `register`."""

@@ -160,13 +160,16 @@ class Listing:
         is_secure = not any(node.flight.startswith("grpc:") and _encrypts(node) for node in part.nodes)
         ticket = self._registry.tickets.sign(Grant(part.ticket, columns), self._registry.now())
         expirations = [end for end in (expires, ticket.expires) if end is not None]
+        metadata = {"nodes": known_nodes, "rows": part.rows, "part": None if sole is None else part.id}
+        if part.set_aside:
+            metadata["set_aside"] = True
         return flight.FlightEndpoint(
             ticket.data,
             locations,
             # pyarrow would cast any other type, in 60 us.
             None if not expirations else pa.scalar(int(min(expirations) * 1e6) * 1000, pa.timestamp("ns")),
             with_embedded(
-                json.dumps({"nodes": known_nodes, "rows": part.rows, "part": None if sole is None else part.id}),
+                json.dumps(metadata),
                 self._holdings.read_small(sole, embed) if sole is not None and embed and is_secure else None,
             ),
         )

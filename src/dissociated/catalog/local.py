@@ -29,6 +29,7 @@ from dissociated.codec.split import BatchAndMetadata
 from dissociated.control.access import Security
 from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
+from dissociated.control.locations import unavailable
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.datasets.base import Dataset
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError
@@ -86,7 +87,8 @@ class LocalCatalog(Catalog):
         self._answers = Answers(retain)
         self._members = Members(database, node, security)
         if self._backend.has_stage:
-            self._database.register(node, [], "", FOREVER, serial=-1)
+            set_aside = self._backend.store.set_aside_ids
+            self._database.register(node, [], "", FOREVER, serial=-1, set_aside=set_aside)
 
     # Listing
 
@@ -232,7 +234,7 @@ class LocalCatalog(Catalog):
                 try:
                     self.holdings.delete_parts(stored)
                 except StoreError:
-                    self.holdings.record_dropped(stored)
+                    self._record_dropped(name, stored)
             else:
                 self._database.find(name)
                 try:
@@ -242,6 +244,16 @@ class LocalCatalog(Catalog):
                     raise
                 self._database.drop(name)
         self._clean_up(self._delete_unreferenced)
+
+    def _record_dropped(self, name: str, parts: Sequence[str]) -> None:
+        """Record parts of a dropped dataset that cannot be deleted. Raise StoreError if that fails, too."""
+        try:
+            self.holdings.record_dropped(parts)
+        except StoreError as error:
+            raise StoreError(
+                f"{name!r} is dropped, but a catalog that lost its database would list it again: {error}; the catalog "
+                "tries again to remove its segments"
+            ) from None
 
     def abort(self, key: str) -> None:
         with self._locks.of_key(key):
@@ -272,8 +284,9 @@ class LocalCatalog(Catalog):
             commit = replace(commit, number=number, catalog=self._database.id)
             by_node = commit.by_node()
             dataset = None if current is None else self._find_held(current)
+            is_overtaken = self._database.is_overtaken(commit.name)
             if [*by_node] == [self.node.id] and (current is None or dataset is not None):
-                self._commit_local(by_node[self.node.id], current, dataset)
+                self._commit_local(by_node[self.node.id], current, dataset, is_overtaken)
             else:
                 self._commit_distributed(commit, by_node)
         self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([commit.key]))
@@ -285,8 +298,12 @@ class LocalCatalog(Catalog):
         return None
 
     def _check_held(self, version: Version) -> None:
-        """Raise CatalogError if a part that only this process has is gone from its store, so its rows are lost."""
+        """Raise CatalogError if a part is set aside, or if this process alone had it, and its store lacks it."""
         for part in version.parts:
+            if part.set_aside:
+                hosts = [node.host for node in part.nodes]
+                reason = unavailable(version.name, hosts, 0.0, set_aside=True)
+                raise CatalogError(f"{version.name!r} cannot be appended to: {reason}")
             is_own = all(node.id == self.node.id for node in part.nodes)
             if is_own and self._registry.lookup(part.ticket) is None:
                 raise CatalogError(
@@ -295,25 +312,33 @@ class LocalCatalog(Catalog):
                 )
 
     def _find_held(self, version: Version) -> Dataset | None:
-        """Return the dataset of a version of which this process serves the only part, or None."""
-        return self._registry.lookup(version.parts[0].ticket) if len(version.parts) == 1 else None
+        """Return the dataset of a version of which this process serves the only part, or None.
 
-    def _commit_local(self, commit: Commit, current: Version | None, dataset: Dataset | None) -> None:
+        The store may know that the part is not the whole of a later version, which a restored database lacks.
+        """
+        stored = self._backend.store.version(version.parts[0].id)
+        is_sole = len(version.parts) == 1 and (stored is None or stored.whole)
+        return self._registry.lookup(version.parts[0].ticket) if is_sole else None
+
+    def _commit_local(
+        self, commit: Commit, current: Version | None, dataset: Dataset | None, new_lineage: bool
+    ) -> None:
         """Publish a commit as one part of this node.
 
         Args:
             commit: The commit.
             current: The version that the commit appends to; None if it replaces the dataset, or is its first version.
             dataset: The dataset of that version.
+            new_lineage: Whether an append begins a new lineage.
         """
         before: list[str] = []
         if current is None:
             commit = replace(commit, mode="overwrite")
         else:  # An append must keep all rows of the current version.
-            before = [current.lineage_id]
+            before = [commit.key if new_lineage else current.lineage_id]
             tags, ttl = current.merged_options(commit.tags, commit.ttl)
             commit = replace(commit, tags=tags, ttl=ttl)
-        prepared = self._backend.prepare(commit, dataset)
+        prepared = self._backend.prepare(commit, dataset, new_lineage=new_lineage)
         old = self._registry.find_name(commit.name)
         self._registry.serve(prepared.id, prepared.dataset, named=True)
         try:
@@ -334,6 +359,8 @@ class LocalCatalog(Catalog):
     def _commit_distributed(self, commit: Commit, by_node: Mapping[str, Commit]) -> None:
         """Have each node prepare its part, and publish all parts in one transaction of the database."""
         nodes = self._members.find(by_node)
+        if self.node.id not in by_node:  # Otherwise the manifest of this node's own part has the number.
+            self._backend.store.use_number(commit.name, commit.number)
         parts = []
         encoded_schemas = set()
         for number, (node, own) in enumerate(by_node.items()):
@@ -382,7 +409,10 @@ class LocalCatalog(Catalog):
             str(name): Removal(int(version), bool(lost), int(highest))
             for name, (version, lost, highest) in body.get("numbers", {}).items()
         }
-        self._database.register(node, announced, str(body["digest"]), alive_until, int(body["serial"]), removed)
+        set_aside = [str(part) for part in body.get("aside", ())]
+        self._database.register(
+            node, announced, str(body["digest"]), alive_until, int(body["serial"]), removed, set_aside
+        )
         return self._node_reply(node.id, announced)
 
     def _check_admission(self, node: NodeRecord, body: Mapping[str, Any]) -> None:

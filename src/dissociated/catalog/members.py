@@ -23,7 +23,7 @@ from dissociated.codec.validation import Validator
 from dissociated.control.access import Security
 from dissociated.control.commit import StagedSegment
 from dissociated.control.flight_streams import upload
-from dissociated.control.locations import describe_away
+from dissociated.control.locations import unavailable
 from dissociated.control.version import NodeRecord, Part
 from dissociated.errors import (
     AccessDenied,
@@ -208,16 +208,17 @@ class Members:
         Raises:
             DatasetNotFound: This node has removed the part, which is not recorded yet.
             NodeUnreachable: No node with the part is alive.
+            CatalogError: Its node has set the part aside.
         """
         for node in part.nodes:
             if node.alive and node.id != self._own.id:
                 return self._open_on(node, ticket)
-        if part.nodes and all(node.id == self._own.id for node in part.nodes):
+        if part.nodes and not part.set_aside and all(node.id == self._own.id for node in part.nodes):
             raise DatasetNotFound(
                 f"a part of {name!r} is gone: it may have been replaced, dropped or evicted; look it up again"
             )
         hosts = [node.host for node in part.nodes]
-        raise NodeUnreachable(describe_away(name, hosts, max((node.seen for node in part.nodes), default=0.0)))
+        raise unavailable(name, hosts, max((node.seen for node in part.nodes), default=0.0), part.set_aside)
 
     def _open_on(self, node: NodeRecord, ticket: bytes) -> pa.RecordBatchReader:
         reader = self._get(node.flight, ticket)

@@ -69,7 +69,9 @@ class StoreBackend(Backend):
                 self.reconcile()  # The store is not locked here, so others can use it meanwhile.
             return operation()
 
-    def prepare(self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True) -> Prepared:
+    def prepare(
+        self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True, new_lineage: bool = False
+    ) -> Prepared:
         existing = self.store.by_key(commit.key)
         if existing is not None and existing.id in self._refused:
             self._remove_refused(existing.id)  # It may lack rows that were committed since.
@@ -85,7 +87,12 @@ class StoreBackend(Backend):
                 )
             base = current.id  # Another thread may remove the version before `Store.commit` locks the store.
         version = self.store.commit(
-            commit, prepared=not whole, pending=whole, base=base, max_metadata=self.max_metadata
+            commit,
+            prepared=not whole,
+            pending=whole,
+            base=base,
+            new_lineage=new_lineage,
+            max_metadata=self.max_metadata,
         )
         try:
             self._open_version(version)  # A version that nobody can read must not be published.

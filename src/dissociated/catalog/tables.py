@@ -6,7 +6,8 @@ versions       The versions of datasets. The current version of a dataset has no
                meaning only within the database. `origin` is an `Origin`.
 numbers        For each name, the last number assigned and the last number published, also if that version is gone.
                `lost` is a `Loss`: whether that version is gone without having been dropped or replaced.
-parts          The data that one node holds under one ticket. The node deletes parts that no version has.
+parts          The data that one node holds under one ticket. The node deletes parts that no version has. `set_aside`
+               tells whether the node could not read the part at its start.
 version_parts  The parts of each version, in the order of their numbers. Parts with the same number are copies.
 commits        The key of every commit, so that a repeated commit has no effect.
 aborts         The key of every commit that must not be made any more.
@@ -35,7 +36,7 @@ from dissociated.errors import CatalogDamaged, CatalogError, NotPrivate
 
 _log = logging.getLogger(__name__)
 
-_SCHEMA_VERSION = 3
+_SCHEMA_VERSION = 4
 _MEMORY = ":memory:"
 _RECOGNIZED = 1 << 20  # the number of bytes of a damaged file that are searched for the name of a table
 _TABLES = """
@@ -56,7 +57,7 @@ CREATE TABLE numbers (
 );
 CREATE TABLE parts (
     id TEXT PRIMARY KEY, node TEXT NOT NULL REFERENCES nodes, ticket BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
-    serial INTEGER NOT NULL, crc INTEGER NOT NULL DEFAULT 0
+    serial INTEGER NOT NULL, set_aside INTEGER NOT NULL DEFAULT 0, crc INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX by_ticket ON parts (ticket);
 CREATE TABLE version_parts (
@@ -102,7 +103,7 @@ _SEALED = {
         "origin",
     ),
     "numbers": ("name", "last", "published", "lost"),
-    "parts": ("id", "node", "ticket", "rows", "nbytes", "serial"),
+    "parts": ("id", "node", "ticket", "rows", "nbytes", "serial", "set_aside"),
     "commits": ("key", "version", "at"),
     "aborts": ("key", "at"),
 }

@@ -6,7 +6,8 @@ import json
 import logging
 import sqlite3
 from collections.abc import Sequence
-from enum import IntEnum
+from dataclasses import replace
+from enum import IntEnum, IntFlag
 from typing import Any
 
 from dissociated.catalog.tables import Tables
@@ -35,11 +36,14 @@ _COMMIT_KEY_TTL = 30 * 86_400.0  # seconds for which the key of a commit is kept
 _TTL_DIGITS = 6  # A time of this century has a resolution of 0.24 microseconds.
 
 
-class Origin(IntEnum):
+class Origin(IntFlag):
     """The way by which a catalog learned of a version. See `Versions.learn` for the precedence."""
 
     COMMITTED = 0  # This catalog published it.
     FOUND = 1  # It was in the store of a node, with its number.
+    #: A store has a later number, which this database has not assigned: it is new, or was restored from a backup. The
+    #: lost database may have appended other rows to the version, so the next append begins a new lineage.
+    OVERTAKEN = 2
 
 
 class Loss(IntEnum):
@@ -152,6 +156,20 @@ class Versions:
                 (name, number),
             )
 
+    def find_number(self, name: str, number: int) -> None:
+        """Reserve a number that a store has. If this database has not assigned it, the current version is overtaken."""
+        self._tables.run(
+            "UPDATE versions SET origin = origin | :overtaken WHERE name = :name AND number < :number"
+            " AND replaced IS NULL AND (SELECT last FROM numbers WHERE name = :name) < :number",
+            {"overtaken": Origin.OVERTAKEN, "name": name, "number": number},
+        )
+        self.use_number(name, number)
+
+    def is_overtaken(self, name: str) -> bool:
+        """Return whether the current version of `name` is overtaken: see `Origin`."""
+        sql = "SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL AND origin & ?"
+        return bool(self._tables.all(sql, name, Origin.OVERTAKEN))
+
     def _publish_number(self, name: str, number: int, lost: bool) -> None:
         """Record the last published version of `name`, and whether it was lost, unless a later one is known."""
         self.use_number(name, number)
@@ -179,9 +197,11 @@ class Versions:
 
     def record_removed(self, name: str, removed: Removal) -> None:
         """Record a version that is gone from a store, and hide an older one that was found in a store."""
-        self.use_number(name, removed.used)
+        self.find_number(name, removed.used)
         is_known = self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND published >= ?", name, removed.version)
-        if not is_known or removed.lost:
+        # A version that is set aside is reported as lost, and is still listed.
+        is_listed = self._tables.all("SELECT 1 FROM versions WHERE name = ? AND number = ?", name, removed.version)
+        if not is_known or (removed.lost and not is_listed):
             self._publish_number(name, removed.version, removed.lost)
         self._hide_found(name, removed.version)
 
@@ -193,8 +213,8 @@ class Versions:
         """
         self._tables.run(
             "UPDATE versions SET replaced = coalesce(expires, :forever)"
-            " WHERE name = :name AND number < :number AND replaced IS NULL AND origin != :committed",
-            {"forever": FOREVER, "name": name, "number": number, "committed": Origin.COMMITTED},
+            " WHERE name = :name AND number < :number AND replaced IS NULL AND origin & :found",
+            {"forever": FOREVER, "name": name, "number": number, "found": Origin.FOUND},
         )
 
     # Publishing
@@ -219,7 +239,7 @@ class Versions:
         restored from a backup.
         """
         current = self._tables.all("SELECT origin FROM versions WHERE name = ? AND replaced IS NULL", version.name)
-        committed_here = bool(current) and current[0]["origin"] == Origin.COMMITTED
+        committed_here = bool(current) and not current[0]["origin"] & Origin.FOUND
         foreign = committed_here and version.catalog != self._tables.id
         later = self._tables.run(
             "SELECT published, lost AND published > :number AND NOT EXISTS"
@@ -237,7 +257,9 @@ class Versions:
                 version.id,
             )
             return
-        self.publish(version, origin=Origin.FOUND)
+        sql = "SELECT 1 FROM numbers WHERE name = ? AND last > ?"
+        is_overtaken = bool(self._tables.all(sql, version.name, version.number))
+        self.publish(version, origin=Origin.FOUND | (Origin.OVERTAKEN if is_overtaken else Origin.COMMITTED))
         if later:
             self._hide_found(version.name, later["published"])
 
@@ -344,12 +366,17 @@ class Versions:
         """Return the version in a row of its table, with its parts. Raise CatalogDamaged if the checksum is wrong."""
         self._tables.check("versions", row)
         copies: dict[int, tuple[sqlite3.Row, list[NodeRecord]]] = {}
+        set_aside: set[int] = set()
         for part in self._tables.all(
-            "SELECT number, part, ticket, rows, nbytes, serial, nodes.* FROM version_parts"
+            "SELECT number, part, ticket, rows, nbytes, serial, set_aside, nodes.* FROM version_parts"
             " JOIN parts ON part = parts.id JOIN nodes ON node = nodes.id WHERE version = ? ORDER BY number, nodes.id",
             row["id"],
         ):
-            copies.setdefault(part["number"], (part, []))[1].append(self.node(part))
+            node = self.node(part)
+            if part["set_aside"]:
+                set_aside.add(part["number"])
+                node = replace(node, alive=False)  # It cannot serve this part.
+            copies.setdefault(part["number"], (part, []))[1].append(node)
         parts = (
             Part(
                 part["part"],
@@ -360,6 +387,7 @@ class Versions:
                 part["number"],
                 part["serial"],
                 tuple(nodes),
+                part["number"] in set_aside and not any(node.alive for node in nodes),
             )
             for part, nodes in copies.values()
         )

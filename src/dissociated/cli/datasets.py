@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dissociated.cli import access, target, terminal, text
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.control.locations import Endpoint, describe_away
+from dissociated.control.locations import Endpoint, unavailable
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 
 if TYPE_CHECKING:
@@ -100,8 +100,11 @@ def _print_list(datasets: list[DatasetInfo], long: bool) -> None:
 
 def _state(info: DatasetInfo) -> str:
     """Return whether a dataset can be read, as text. Its beginning is enough in a narrow terminal."""
-    away = {host for endpoint in info.endpoints if endpoint.is_away for host in endpoint.hosts}
-    return f"cannot be read: {', '.join(sorted(away))} is away" if away else "readable"
+    away = [endpoint for endpoint in info.endpoints if endpoint.is_away]
+    if not away:
+        return "readable"
+    hosts = {f"{host} {'has set a part aside' if end.set_aside else 'is away'}" for end in away for host in end.hosts}
+    return f"cannot be read: {', '.join(sorted(hosts))}"
 
 
 _DESCRIBE = "Show the columns, version, tags and locations of a dataset."
@@ -132,7 +135,7 @@ def _run_describe(arguments: argparse.Namespace) -> None:
             str(number),
             text.count(endpoint.rows),
             " ".join(endpoint.hosts) or "-",
-            "none: its node is away" if endpoint.is_away else _transports([endpoint]),
+            _transports([endpoint]) or ("none: it is set aside" if endpoint.set_aside else "none: its node is away"),
         )
         for number, endpoint in enumerate(info.endpoints)
     ]
@@ -140,7 +143,8 @@ def _run_describe(arguments: argparse.Namespace) -> None:
     terminal.print_table(("PART", "ROWS", "HOSTS", "TRANSPORTS"), parts, right=(0, 1))
     away = next((endpoint for endpoint in info.endpoints if endpoint.is_away), None)
     if away is not None:
-        print(text.printable(describe_away(info.name, away.hosts, away.seen)), file=sys.stderr)
+        error = unavailable(info.name, away.hosts, away.seen, away.set_aside)
+        print(text.printable(str(error)), file=sys.stderr)
     if arguments.long:
         for endpoint in info.endpoints:
             print("\n" + "\n".join(endpoint.locations))

@@ -110,7 +110,7 @@ def _render(now: ServerStatus, before: ServerStatus | None, width: int | None) -
         lines.append("versions of datasets: " + ", ".join(f"{count:,} {kind}" for kind, count in changed.items()))
     if now.unreadable_parts:
         parts, names = text.plural(now.unreadable_parts, "part"), ", ".join(now.unreadable_datasets)
-        lines.append(f"{parts} cannot be read, since no node with the data is alive: {text.printable(names)}")
+        lines.append(f"{parts} cannot be read, since no node that is alive can serve the data: {text.printable(names)}")
     if totals.refused_puts:
         lines.append(f"{text.plural(totals.refused_puts, 'put')} refused")
     if now.kept:

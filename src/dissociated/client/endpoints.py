@@ -36,11 +36,10 @@ from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.control.locations import Endpoint, describe_away, flight_uris, locations
+from dissociated.control.locations import Endpoint, flight_uris, locations, unavailable
 from dissociated.errors import (
     CatalogError,
     DatasetNotFound,
-    NodeUnreachable,
     RemoteError,
     TransportError,
     WrongKind,
@@ -255,10 +254,10 @@ def _reachable_routes(name: str, endpoint: Endpoint, scheme: str | None, allow_r
 
     Raises:
         NodeUnreachable: Its node does not respond.
-        CatalogError: No route and no Flight server reaches it.
+        CatalogError: Its node has set it aside, or no route and no Flight server reaches it.
     """
     if endpoint.is_away:
-        raise NodeUnreachable(describe_away(name, endpoint.hosts, endpoint.seen))
+        raise unavailable(name, endpoint.hosts, endpoint.seen, endpoint.set_aside)
     routes = [
         uris
         for uris in locations(endpoint)

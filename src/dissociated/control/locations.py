@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from dissociated.base.display import html, html_table, plural, utc
 from dissociated.control.messages import FieldTypes, has_fields, moment, parse_app_metadata
-from dissociated.errors import UriError
+from dissociated.errors import CatalogError, NodeUnreachable, UriError
 from dissociated.transport import registry
 from dissociated.uri import DEVICE, Uri
 
@@ -21,7 +21,12 @@ _parse_uri = lru_cache(256)(Uri.parse)
 _REUSE_CONNECTION = "arrow-flight-reuse-connection"  # A scheme that stands for the server that described the endpoint
 
 #: The fields in the `app_metadata` of our catalogs, with their types: of a part, and of a node with the part.
-_PART_FIELDS: FieldTypes = {"nodes": (list,), "rows": (int, NoneType), "part": (str, NoneType)}
+_PART_FIELDS: FieldTypes = {
+    "nodes": (list,),
+    "rows": (int, NoneType),
+    "part": (str, NoneType),
+    "set_aside": (bool, NoneType),
+}
 _NODE_FIELDS: FieldTypes = {"id": (str,), "host": (str,), "boot_id": (str,)}
 
 
@@ -32,10 +37,12 @@ class Endpoint:
     Attributes:
         ticket: The identifier to request the part with. It gives access to the part.
         locations: The URIs at which the part can be requested, nearest first. They are empty if its node does not
-            respond. An endpoint of another Flight server may also have none, which means that server itself.
+            respond, or has set the part aside. An endpoint of another Flight server may also have none, which means
+            that server itself.
         hosts: The hosts of the nodes that have the part; empty for endpoints of other Flight servers.
         rows: The number of rows; None if the catalog does not know it.
         part: The id of this publication; None if the ticket tells it apart from all others.
+        set_aside: Whether the node with the part could not read it at its start.
         seen: The time of the last heartbeat of these nodes, in seconds since the epoch; 0 if the catalog does not tell.
         embedded: All rows of the part as an IPC stream, if the catalog has sent them with the description.
     """
@@ -45,6 +52,7 @@ class Endpoint:
     hosts: tuple[str, ...] = ()
     rows: int | None = None
     part: str | None = None
+    set_aside: bool = False
     seen: float = field(default=0.0, compare=False)  # differs between two looks at the same version
     embedded: bytes | None = field(default=None, repr=False, compare=False)
 
@@ -61,13 +69,14 @@ class Endpoint:
             hosts=tuple(node["host"] for node in nodes) if is_complete else (),
             rows=metadata.get("rows") if is_complete else None,
             part=metadata.get("part") if is_complete else None,
+            set_aside=is_complete and bool(metadata.get("set_aside")),
             seen=max((moment(node.get("seen")) for node in nodes), default=0.0) if is_complete else 0.0,
             embedded=embedded if is_complete and nodes and 0 < len(embedded) <= MAX_EMBEDDED else None,
         )
 
     @property
     def is_away(self) -> bool:
-        """Whether the part cannot be read, because no node with it is alive."""
+        """Whether the part cannot be read: no node with it is alive, or its node has set it aside."""
         return bool(self.hosts and not self.locations)
 
     @property
@@ -147,16 +156,24 @@ def flight_uris(endpoint: Endpoint) -> list[str | None]:
     return [*here, *(uri for scheme, uri in schemes if scheme.partition("+")[0] == "grpc")]
 
 
-def describe_away(name: str, hosts: Sequence[str], seen: float) -> str:
-    """Return a sentence about a part of the dataset `name` that cannot be read, because no node with it is alive.
+def unavailable(name: str, hosts: Sequence[str], seen: float, set_aside: bool) -> CatalogError:
+    """Return the error about a part of the dataset `name` that no node can serve now.
 
     Args:
         name: The name of the dataset.
         hosts: The hosts of the nodes.
         seen: The time of their last heartbeat, in seconds since the epoch; 0 if it is unknown.
+        set_aside: Whether a node could not read the part at its start. If not, no node with the part is alive, and the
+            error is NodeUnreachable.
     """
+    if set_aside:
+        return CatalogError(
+            f"a part of {name!r} is set aside on {', '.join(hosts)}, because the node there could not read it when it "
+            "started: repair the entry that the status of that node names, and start the node again; if its rows are "
+            "lost, drop the dataset, or put all rows again with the mode overwrite"
+        )
     last = f" (last heard {utc(seen)})" if seen else ""
-    return (
-        f"a part of {name!r} is on {', '.join(hosts)}, and no node there is alive{last}: start the node again. If it "
-        f"will not come back, remove it with its datasets: dissociated forget {hosts[0] if hosts else 'NODE'}"
+    return NodeUnreachable(
+        f"a part of {name!r} is on {', '.join(hosts)}, and no node there is alive{last}: start the node again, or, "
+        f"if it will not come back, remove it with its datasets: dissociated forget {hosts[0] if hosts else 'NODE'}"
     )

@@ -60,7 +60,10 @@ class Part:
         nbytes: The number of bytes of all message bodies; None if unknown.
         number: The position among the parts of a version.
         serial: A number that grows with every part that the node creates.
-        nodes: The nodes that hold the part, or a copy of it under the same ticket. Only a catalog knows them.
+        nodes: The nodes that hold the part, or a copy of it under the same ticket. Only a catalog knows them. A node
+            that has set the part aside counts as away.
+        set_aside: Whether a node could not read the part at its start, and no other node can serve the part. Only a
+            catalog knows this.
     """
 
     id: str
@@ -71,6 +74,7 @@ class Part:
     number: int = 0
     serial: int = 0
     nodes: tuple[NodeRecord, ...] = ()
+    set_aside: bool = False
 
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> Part:
@@ -78,9 +82,9 @@ class Part:
         return cls(**{**plain, "ticket": base64.b64decode(plain["ticket"], validate=True), "nodes": ()})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part as JSON, without the nodes that a catalog knows."""
+        """Return the part as JSON, without what only a catalog knows."""
         plain = asdict(self)
-        del plain["nodes"]
+        del plain["nodes"], plain["set_aside"]
         return {**plain, "ticket": base64.b64encode(self.ticket).decode()}
 
 
@@ -96,8 +100,8 @@ class Version:
         parts: The parts, in order.
         tags: The tags.
         ttl: The time to live in seconds; None if the version does not expire.
-        before: The keys of the earlier commits to which this one appended, oldest first. A catalog keeps only the first
-            key, which is the `lineage_id`.
+        before: The keys of the earlier commits to which this one appended, oldest first. If the append began a new
+            lineage, its own key comes before them. A catalog keeps only the first key, which is the `lineage_id`.
         number: The number of the version, which the catalog assigned, counted from 1 for each dataset. No number is
             used twice. It is 0 until a catalog has assigned it.
         catalog: The id of that catalog's database.

@@ -86,7 +86,7 @@ class _Collector:
             ):
                 nodes = [([node.host, node.catalog], float(getattr(node, field))) for node in now.nodes]
                 yield family(GaugeMetricFamily, name, text, ["host", "node"], *nodes)
-        text = "Parts of current versions that cannot be read, because their nodes are away"
+        text = "Parts of current versions that cannot be read, because nodes are away or have set them aside"
         yield family(GaugeMetricFamily, "unreadable_parts", text, [], ([], now.unreadable_parts))
         text = "Whether the last report of this node to its catalog failed"
         yield family(GaugeMetricFamily, "report_failed", text, [], ([], float(bool(now.problem))))

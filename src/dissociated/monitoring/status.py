@@ -232,7 +232,7 @@ class ServerStatus:
         state: `running`; or `stopping` once the server accepts no connections and waits for streams in progress.
         waits_for: The numbers of the connections that a stopping server waits for.
         unreadable_parts: On a catalog, the number of parts of current versions that cannot be read, because their
-            nodes are away.
+            nodes are away or have set them aside.
         unreadable_datasets: The names of datasets with such parts, at most ten.
         problem: On a node, the reason why its last report to the catalog failed; empty if it succeeded.
     """

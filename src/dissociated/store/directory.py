@@ -37,6 +37,7 @@ from dissociated.store.layout import (
     TRASH,
     check_staged_name,
     is_draft,
+    is_version,
     known_id,
     new_id,
     write_id,
@@ -88,6 +89,11 @@ class SetAside:
         serial = int(name) if _SERIAL.fullmatch(name) else plain.get("number")
         sizes_by_inode = {} if path.is_symlink() else sizes(path)
         return cls(path, reason, serial if is_count(serial) else 0, plain, sizes_by_inode)
+
+    @property
+    def id(self) -> str | None:
+        """The id of the version, which is the name of the entry; None if no version has such a name."""
+        return self.path.name if is_version(self.path.name) else None
 
     @property
     def removal(self) -> tuple[str, Removal] | None:

@@ -28,7 +28,7 @@ _ID = "id"
 #: The files that may exist before the store has its id.
 _BEFORE_ID = {START_LOCK, NODE_LOG, f"{_ID}.draft"}
 _ID_FORMAT = re.compile(r"[0-9a-f]{16}")
-_VERSION = r"\d+-[0-9a-f]+"
+_VERSION = r"[0-9]+-[0-9a-f]+"
 _DRAFT = re.compile(rf"{_VERSION}\.(new|gone)")
 _REMOVED_SEGMENT = re.compile(rf"{_VERSION}-\d+\.arrows")
 _NAME_MAX = 255  # bytes in the name of a file
@@ -90,6 +90,11 @@ def commit_key_of(name: str) -> str:
     The key itself may have dashes.
     """
     return name.rpartition("-")[0]
+
+
+def is_version(name: str) -> bool:
+    """Return whether an entry among the segments has the name of a version, which is the version's id."""
+    return re.fullmatch(_VERSION, name) is not None
 
 
 def is_draft(name: str) -> bool:

@@ -262,14 +262,20 @@ class Places:
     def _directories(self) -> Sequence[Directory]:
         return [self.directory] if self.disk is None else [self.directory, self.disk]
 
+    def use_number(self, name: str, number: int) -> None:
+        """Record that a version gets this number, which is not in the store. Raises StoreError."""
+        with store_errors(f"recording the number of {name!r} in {self.directory.path}"):
+            self._record_removal(name, Removal.of(number, lost=False, published=False), 0)
+
     def _record(self, version: Version, lost: bool) -> None:
-        if not version.number:
-            return
-        removal = Removal.of(version.number, lost, not version.prepared)
-        self.directory.numbers.record(version.name, removal, version.serial)
+        if version.number:
+            self._record_removal(version.name, Removal.of(version.number, lost, not version.prepared), version.serial)
+
+    def _record_removal(self, name: str, removal: Removal, serial: int) -> None:
+        self.directory.numbers.record(name, removal, serial)
         if self.disk is not None:  # the memory may be lost while the disk stays
             with self._disk_may_be_full():
-                self.disk.numbers.record(version.name, removal, version.serial)
+                self.disk.numbers.record(name, removal, serial)
 
     def record_dropped(self, *versions: Version) -> None:
         """Record versions as dropped, durably, although they cannot be removed now. Raises StoreError.

@@ -214,6 +214,11 @@ class Store(ProcessBound):
         """The entries of `segments/` that were no versions, or could not be read, when the store was opened."""
         return self._places.set_aside
 
+    @property
+    def set_aside_ids(self) -> list[str]:
+        """The ids of the versions that are set aside."""
+        return [entry.id for entry in self.set_aside if entry.id is not None]
+
     def usage(self) -> Usage:
         """Return the bytes that the store takes now."""
         with self._locked:
@@ -291,6 +296,7 @@ class Store(ProcessBound):
         prepared: bool = False,
         pending: bool = False,
         base: str | None = None,
+        new_lineage: bool = False,
         max_metadata: int = MAX_METADATA,
     ) -> Version:
         """Commit staged segments as a version, atomically and durably.
@@ -306,6 +312,7 @@ class Store(ProcessBound):
                 evicted, and replaces no version, as long as its publication can fail. A restart publishes it.
             base: The id of the version that an append must extend; by default, it extends the current version, if
                 there is one.
+            new_lineage: Whether an append begins a new lineage.
             max_metadata: The largest metadata of a message, in bytes.
 
         Returns:
@@ -362,6 +369,9 @@ class Store(ProcessBound):
                 names = [f"{secrets.token_hex(8)}.arrows"]
                 self.writer(names[0], commit.schema).close()
                 paths = [self._directory.staged_path(names[0])]
+            before = () if previous is None else (*previous.before, previous.key)
+            if before and new_lineage:
+                before = (commit.key, *before)
             segments = [self._files.open(path) for path in paths]
             for segment in segments:
                 segment.check_metadata(max_metadata)
@@ -380,7 +390,7 @@ class Store(ProcessBound):
                 segments[0].schema.serialize().to_pybytes(),
                 time.time(),
                 [part],
-                before=() if previous is None else (*previous.before, previous.key),
+                before=before,
                 prepared=prepared,
                 segments_digest=digest,
             )
@@ -418,6 +428,11 @@ class Store(ProcessBound):
         with self._locked:
             current, _ = self._places.find(version)
             self._places.record_published(self._update(current, prepared=False, whole=whole))
+
+    def use_number(self, name: str, number: int) -> None:
+        """Record durably that a version of `name` gets this number, which is not in the store. Raises StoreError."""
+        with self._locked:
+            self._places.use_number(name, number)
 
     def withhold(self, version: Version) -> None:
         """Record durably that a version was not published, because it cannot be removed now. Raises StoreError."""
