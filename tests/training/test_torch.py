@@ -131,18 +131,22 @@ def test_the_memory_is_the_servers_until_the_last_tensor_is_gone(server: dis.Ser
     def held() -> bool:
         return any(consumer.dataset == "dropped" for consumer in server.status().consumers)
 
-    batches = loader(client.dataset("dropped", transport="shm"), batch_size=ROWS)
-    (batch,) = batches
-    tensor = batch["n"]
-    del batches, batch
-    server.drop("dropped")
-    assert held()
-    assert tensor.tolist() == [*range(ROWS)]
-    assert in_place(tensor)
-    del tensor
-    gc.collect()  # the objects of a loader refer to each other
-    wait_until(lambda: not held(), "the memory is given back")
-    assert not private_memory("/memfd:dissociated:")
+    gc.collect()
+    gc.disable()
+    try:
+        batches = loader(client.dataset("dropped", transport="shm"), batch_size=ROWS)
+        (batch,) = batches
+        tensor = batch["n"]
+        del batches, batch
+        server.drop("dropped")
+        assert held()
+        assert tensor.tolist() == [*range(ROWS)]
+        assert in_place(tensor)
+        del tensor
+        wait_until(lambda: not held(), "the memory is given back")
+        assert not private_memory("/memfd:dissociated:dropped")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -163,7 +163,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     def position(self, workers: int) -> Position:
         """Return the beginning of epoch 0, for `workers` workers on each rank."""
-        return Position(self._examples, lambda: (self.part[1], workers))
+        return Position(self._examples, workers)
 
     def shard(self, worker: int, workers: int, position: Position) -> Shard:
         """Return the shard that one worker of this rank reads of the rest of an epoch."""
