@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import pyarrow as pa
@@ -226,6 +226,18 @@ class Loader:
     def dictionaries(self) -> dict[str, pa.Array]:
         """The distinct values of the columns in `codes`, of which the batches have the positions."""
         return self.dataset.dictionaries
+
+    @property
+    def sampler(self) -> NoReturn:
+        """Raise AttributeError: there is no sampler that a launcher could replace.
+
+        Ray Train's `prepare_data_loader` asks for it. The loader that it returns would read one batch ahead, so
+        `state_dict` would skip a batch.
+        """
+        raise AttributeError(
+            "a loader divides its rows among the ranks itself and has no sampler: read it as it is, without "
+            "prepare_data_loader() of Ray Train"
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next `for` loop reads."""
