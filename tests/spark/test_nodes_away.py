@@ -1,7 +1,8 @@
-"""Nodes that are killed before a job of Spark, and started again while its tasks wait."""
+"""Nodes that are killed before or amid a job of Spark, and started again while its tasks wait, or not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,12 +10,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 import dissociated as dis
+from dissociated.spark import publish
 from support.helpers import PATIENCE, wait_until
 from support.nodes import put, read, segments, table
 from support.processes import Start, free_port
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+#: The seconds for which a job waits for a node that does not come back; by default, 60.
+WAIT = 2
+BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 
 
 def test_jobs_wait_for_the_node_of_their_host(
@@ -79,3 +85,48 @@ def test_a_commit_waits_for_a_node_that_has_segments(
     with dis.connect(catalog.uri) as client:
         assert sorted(client.read("out").read_all()["id"].to_pylist()) == [*range(10)]
     assert len(segments(memory / "store" / "segments")) == 2
+
+
+@pytest.mark.parametrize(("in_jvm", "options"), [(True, ()), (True, ("--limit", "1GiB")), (False, ())])
+def test_a_write_fails_if_its_standalone_node_is_gone_for_good(
+    spark: SparkSession,
+    use_jvm: Callable[[bool], None],
+    start: Start,
+    memory: Path,
+    tmp_path: Path,
+    in_jvm: bool,
+    options: tuple[str, ...],
+) -> None:
+    """The node is its own catalog. It is killed while both tasks write, and the job waits for it and fails."""
+    use_jvm(in_jvm)
+    node = start("node", "--store", memory / "store", *options)
+    writing, gate = tmp_path / "writing", tmp_path / "gate"
+    writing.mkdir()
+
+    def gated(batches):
+        import time
+
+        import pyarrow as pa
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        for number in range(48):
+            if number == 32:  # The rows before this one do not fit into sockets, so the task has written some of them.
+                (writing / f"{context.partitionId()}").touch()
+                while not gate.exists():
+                    time.sleep(0.01)
+            yield pa.record_batch({"data": [bytes(1 << 20)]})
+
+    spark.conf.set(BATCH_ROWS, 1)  # so that no rows wait for more
+    rows = spark.range(2, numPartitions=2).mapInArrow(gated, "data binary")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(publish, rows, "out", node.uri, wait=WAIT)
+        try:
+            wait_until(lambda: len([*writing.iterdir()]) == 2, "both tasks write", 3 * PATIENCE)
+            node.kill()
+        finally:
+            gate.touch()
+            spark.conf.unset(BATCH_ROWS)
+        error = running.exception(WAIT + 2 * PATIENCE)
+    assert "no catalog answers at" in str(error)

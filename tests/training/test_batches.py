@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import pickle
 import sys
@@ -26,6 +27,7 @@ from dissociated.node.node import Node
 from dissociated.store.store import Store
 from dissociated.torch import loader
 from dissociated.training import Batches
+from support.helpers import case, wait_until
 
 ROWS = 1000
 #: Published in record batches of different sizes, some of which are small and adjacent.
@@ -278,6 +280,37 @@ class Exported(ctypes.Structure):
         ("flags", ctypes.c_uint64),
         ("data", ctypes.c_void_p),
     ]
+
+
+def test_memory_is_released_with_the_last_reference(server: dis.Server, client: dis.Client) -> None:
+    """Mappings and leases do not wait for the garbage collector, even if an epoch was not read to its end."""
+    server.publish("released", TABLE.select(["n", "x"]), wait=True)
+    handle = client.dataset("released", transport="shm")
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("/memfd:dissociated:released")
+
+    def is_leased() -> bool:
+        return any(consumer.dataset == "released" for consumer in server.status().consumers)
+
+    assert client.read("released", transport="shm").read_all().num_rows == ROWS
+    gc.collect()
+    gc.disable()
+    try:
+        wait_until(lambda: mapped() == 1, "only the server maps it, which is in this process")
+        orders: list[dict[str, Any]] = [{"filter": ("n", ">", 500)}, {"weights": "n"}]
+        for options in [{"shuffle": shuffle} for shuffle in (False, "window", "global")] + orders:
+            with case(options):
+                batches = Batches(handle, batch_size=100, **options)
+                read = sum(len(batch["n"]) for batch in batches)
+                epoch = iter(batches)
+                next(epoch)
+                assert mapped() > 1
+                del batches, epoch
+                wait_until(lambda: mapped() == 1 and not is_leased(), "the memory is released")
+                assert read == (ROWS - 501 if "filter" in options else ROWS)
+    finally:
+        gc.enable()
 
 
 def test_a_consumer_of_dlpack_that_writes_all_the_same_harms_nobody(client: dis.Client) -> None:

@@ -65,6 +65,7 @@ OPTIONS = {"batch_size": 32, "shuffle": True, "seed": 1}
 def rows(batches):
     found = [row for batch in batches for row in batch["n"].tolist()]
     Path(out, str(os.getpid())).write_text(json.dumps(found))
+    return found
 
 
 def refused(batches):
@@ -78,7 +79,20 @@ def refused(batches):
 def in_worker(*_):
     import torch.distributed
     with dis.connect(uri) as client:
-        rows(loader(client["data"], **OPTIONS))
+        batches = loader(client["data"], **OPTIONS)
+        found = rows(batches)
+
+        # Ray leaves an iterable dataset as it is, and has no use for a loader.
+        from ray.train.torch import prepare_data_loader
+
+        own = DataLoader(IterableDataset(client["data"], **OPTIONS), batch_size=None)
+        assert rows(prepare_data_loader(own)) == found
+        try:
+            prepare_data_loader(batches)
+        except AttributeError as error:
+            assert "divides its rows among the ranks itself" in str(error)
+        else:
+            raise AssertionError("a loader was prepared")
 
 
 if __name__ == "__main__":
@@ -123,13 +137,14 @@ def run(server: dis.Server, folder: Path, way: str, *command: str) -> list[objec
     script, out = folder / "script.py", folder / "out"
     script.write_text(SCRIPT)
     out.mkdir()
-    subprocess.run([sys.executable, *command, str(script), server.catalog_uri, str(out), way], check=True, timeout=280)
+    subprocess.run([sys.executable, *command, str(script), server.catalog_uri, str(out), way], check=True, timeout=840)
     return [json.loads(file.read_text()) for file in out.iterdir()]
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+@pytest.mark.timeout(900)  # Ray starts ten processes, which took seven minutes on a busy machine
 @pytest.mark.parametrize(
     ("way", "package", "command"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,18 +131,42 @@ def test_the_memory_is_the_servers_until_the_last_tensor_is_gone(server: dis.Ser
     def held() -> bool:
         return any(consumer.dataset == "dropped" for consumer in server.status().consumers)
 
-    batches = loader(client.dataset("dropped", transport="shm"), batch_size=ROWS)
-    (batch,) = batches
-    tensor = batch["n"]
-    del batches, batch
-    server.drop("dropped")
-    assert held()
-    assert tensor.tolist() == [*range(ROWS)]
-    assert in_place(tensor)
-    del tensor
-    gc.collect()  # the objects of a loader refer to each other
-    wait_until(lambda: not held(), "the memory is given back")
-    assert not private_memory("/memfd:dissociated:")
+    gc.collect()
+    gc.disable()
+    try:
+        batches = loader(client.dataset("dropped", transport="shm"), batch_size=ROWS)
+        (batch,) = batches
+        tensor = batch["n"]
+        del batches, batch
+        server.drop("dropped")
+        assert held()
+        assert tensor.tolist() == [*range(ROWS)]
+        assert in_place(tensor)
+        del tensor
+        wait_until(lambda: not held(), "the memory is given back")
+        assert not private_memory("/memfd:dissociated:dropped")
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_dataset_that_was_pickled_has_the_rank_of_the_process_that_reads(
+    client: dis.Client, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A driver sends its dataset to the ranks. It has no rank of its own, and knows none of theirs."""
+    from torch.utils.data import DataLoader
+
+    from dissociated.torch import IterableDataset
+
+    pickled = pickle.dumps(IterableDataset(client["data"], columns=["n", "x"], batch_size=32))
+    found: list[int] = []
+    for rank in range(2):
+        for name, value in (("RANK", str(rank)), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+            monkeypatch.setenv(name, value)
+        dataset = pickle.loads(pickled)
+        found += flat(rows(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=method)))
+    assert sorted(found) == [*range(ROWS)]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import pyarrow as pa
@@ -56,9 +56,10 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
     dataset: DatasetHandle = field(kw_only=False, repr=False)
 
     def __post_init__(self) -> None:
-        # In a worker: the result of `_launched` in the process that has pickled this copy. Set first, because
-        # `__post_init__` of `Sampling` reads `part`.
+        # The result of `_launched` in the process that has pickled this copy, and the process that has unpickled it.
+        # They are set first, because `__post_init__` of `Sampling` reads `part`.
         self._launched_in_parent: tuple[tuple[int, int], int] | None = None
+        self._unpickled_by: int | None = None
         super().__post_init__()
         self._for_loader = False  # whether a `Loader` reads this, which Accelerate leaves as it is
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.PRIVATE)
@@ -77,17 +78,21 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
         Launchers such as Lightning tell each process its rank only after the dataset was made.
         """
-        return super().part if self.rank is not None else self._launched()[0]
+        return self._launched()[0]
 
     def _launched(self) -> tuple[tuple[int, int], int]:
-        """Return the rank of the process that trains, and the number of its processes of Accelerate."""
-        if self._launched_in_parent is not None and get_worker_info() is not None:
+        """Return the part of the process that trains, and the number of its processes of Accelerate."""
+        # A worker that is no fork does not know the ranks that torch.distributed has assigned, nor Accelerate. A fork
+        # does, but may have a copy that was unpickled before: launchers send datasets from the driver to their ranks.
+        if self._launched_in_parent and self._unpickled_by == os.getpid() and get_worker_info() is not None:
             return self._launched_in_parent
-        return find_rank(), processes_of_accelerate()
+        return find_rank() if self.rank is None else super().part, processes_of_accelerate()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker that is no fork does not know the ranks that torch.distributed has assigned, nor Accelerate.
         return {**self.__dict__, "_launched_in_parent": self._launched(), "_position": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _unpickled_by=os.getpid())
 
     def for_loader(self) -> Self:
         """Mark this dataset as read by a `Loader`, and return it."""
@@ -158,7 +163,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     def position(self, workers: int) -> Position:
         """Return the beginning of epoch 0, for `workers` workers on each rank."""
-        return Position(self._examples, lambda: (self.part[1], workers))
+        return Position(self._examples, workers)
 
     def shard(self, worker: int, workers: int, position: Position) -> Shard:
         """Return the shard that one worker of this rank reads of the rest of an epoch."""
@@ -221,6 +226,18 @@ class Loader:
     def dictionaries(self) -> dict[str, pa.Array]:
         """The distinct values of the columns in `codes`, of which the batches have the positions."""
         return self.dataset.dictionaries
+
+    @property
+    def sampler(self) -> NoReturn:
+        """Raise AttributeError: there is no sampler that a launcher could replace.
+
+        Ray Train's `prepare_data_loader` asks for it. The loader that it returns would read one batch ahead, so
+        `state_dict` would skip a batch.
+        """
+        raise AttributeError(
+            "a loader divides its rows among the ranks itself and has no sampler: read it as it is, without "
+            "prepare_data_loader() of Ray Train"
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next `for` loop reads."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,12 @@ from dissociated.training.sampling import Sampling, is_count
 
 
 class Position:
-    """The next batch to read in an epoch. It can be saved, and resumed in another process.
+    """The next batch to read in an epoch, by `workers` workers on each rank. It can be saved, and resumed elsewhere."""
 
-    `layout` returns the number of ranks, and of workers of each rank, which a launcher may tell late.
-    """
-
-    def __init__(self, examples: Examples, layout: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, examples: Examples, workers: int = 1) -> None:
         self.examples = examples
         self.epoch = 0
-        self._layout = layout
+        self._workers = workers
         self._progress: list[LayoutProgress] = []  # of this epoch, in each layout that has read a part of it
         self._resumed = False  # whether a state was loaded, and reading has not begun since
 
@@ -43,6 +40,9 @@ class Position:
     def before(self) -> list[LayoutProgress]:
         """The progress of this epoch in earlier layouts."""
         return self._split_progress()[0]
+
+    def _layout(self) -> tuple[int, int]:
+        return self.examples.ranks, self._workers
 
     def _split_progress(self) -> tuple[list[LayoutProgress], int]:
         """Return the progress in earlier layouts, and the step in the current layout."""
@@ -119,7 +119,7 @@ class Batches(Sampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.READ_ONLY)
-        self._position = Position(self._examples, self._layout)
+        self._position = Position(self._examples)
 
     def __len__(self) -> int:
         """Return the number of batches of the current epoch, with those that were read before it was resumed."""
@@ -132,9 +132,6 @@ class Batches(Sampling):
             position.step = step
             yield batch
         position.set_epoch(epoch + 1)
-
-    def _layout(self) -> tuple[int, int]:
-        return self.part[1], 1
 
     def _shard(self) -> Shard:
         position = self._position

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from copy import copy
 from itertools import chain
 from typing import Any
 
@@ -33,7 +34,9 @@ class Examples:
 
     def __init__(self, dataset: DatasetHandle, sampling: Sampling, access: Access) -> None:
         self.dataset = dataset
-        self._sampling = sampling
+        # A copy of the options: `sampling` refers to these examples, and a reference to it would keep the mapped memory
+        # until the garbage collector finds both.
+        self._sampling = copy(sampling)
         self._access = access
         self._blocks = Blocks(
             dataset, sampling.read_columns, sampling.batch_size, access is not Access.COPIED, sampling.filter
@@ -59,6 +62,11 @@ class Examples:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_gatherer": None}
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks, which a launcher may tell late."""
+        return self._sampling.part[1]
 
     @property
     def plan(self) -> Plan:
