@@ -51,6 +51,8 @@ class Written(WriterCommitMessage):
     nbytes: int
 
 
+#: The seconds for which the driver waits, at most, for a catalog that is to abort a commit.
+_ABORT_WAIT = 5.0
 _WRITTEN = pa.schema(
     {"partition": pa.int32(), "node": pa.string(), "segment": pa.string(), "rows": pa.int64(), "nbytes": pa.int64()}
 )
@@ -105,8 +107,12 @@ def commit(target: WriteTarget, key: str, schema: pa.Schema, messages: Sequence[
 
 
 def abort(catalog: CatalogConfig, key: str) -> None:
-    """On the driver: remove all segments of the commit with that `key`, also those that tasks still write."""
-    catalog.ask(lambda client: client.abort(key))
+    """On the driver: remove all segments of the commit with that `key`, also those that tasks still write.
+
+    Tasks may have waited for the same catalog before, so this does not wait as long again. If it fails, the nodes
+    remove the segments later.
+    """
+    replace(catalog, wait=min(catalog.wait, _ABORT_WAIT)).ask(lambda client: client.abort(key))
 
 
 def is_committed(catalog: CatalogConfig, key: str) -> bool:
