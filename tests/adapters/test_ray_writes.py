@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
 
 import pyarrow as pa
 import pytest
@@ -45,8 +46,8 @@ def client(node: Node) -> Iterator[dis.Client]:
 
 
 def write_tasks(client: dis.Client, *tasks: list[pa.Table], schema: pa.Schema | None = None) -> pa.Table:
-    """Write the tables of each task, and return the rows that are published."""
-    with DatasetWrite(client, Commit("d", schema=schema, key="k")) as write:
+    """Write the tables of each task with a key of their own, and return the rows that are published."""
+    with DatasetWrite(client, Commit("d", schema=schema, key=token_hex(8))) as write:
         results = [write.write(number, tables) for number, tables in enumerate(tasks)]
         write.publish([result for result in results if result is not None])
     return client.read("d").read_all()
