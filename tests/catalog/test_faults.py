@@ -33,7 +33,7 @@ def restarted(directory: Path) -> State:
 
 
 @pytest.mark.parametrize(
-    ("error", "times", "stride"), [(errno.EIO, 1, 7), (errno.ENOSPC, FOR_GOOD, 15)], ids=["once", "for good"]
+    ("error", "times", "stride"), [(errno.EIO, 1, 13), (errno.ENOSPC, FOR_GOOD, 25)], ids=["once", "for good"]
 )
 def test_a_write_that_fails_is_told_and_changes_nothing(memory: Path, error: int, times: int, stride: int) -> None:
     for at in calls(stride):
@@ -81,7 +81,7 @@ def test_a_catalog_killed_at_any_write_has_done_what_it_said_and_at_most_one_ste
     for name, mode, _ in STEPS:
         others = {other: count for other, count in states[-1].items() if other != name}
         states.append(others if mode == "drop" else {**others, name: 1 + (mode == "append") * states[-1].get(name, 0)})
-    for at in calls(6):  # a page takes two writes
+    for at in calls(10):  # a page takes two writes
         path = tmp_path / str(at)
         with Fork("-c", CHILD, path, str(at), stdout=subprocess.PIPE, env=child_environment()) as process:
             said, _ = process.communicate(timeout=PATIENCE)

@@ -137,7 +137,7 @@ def test_a_process_killed_at_any_call_has_written_everything_or_nothing(memory: 
     ):
         assert writers.stdin is not None
         assert writers.stdout is not None
-        for at in calls(4):
+        for at in calls(7):
             client.put("x", batch([9]))
             fault = {"below": str(node.store.directory), "at": at, "error": None}
             writers.stdin.write(json.dumps(fault) + "\n")
@@ -158,7 +158,7 @@ def test_a_process_killed_at_any_call_has_written_everything_or_nothing(memory: 
 def test_a_write_of_spark_is_there_as_a_whole_or_not_at_all(
     memory: Path, write: Callable[[str], None], error: int, times: int
 ) -> None:
-    for at in calls(9 if times == 1 else 25):
+    for at in calls(15 if times == 1 else 40):
         store = memory / str(at)
         with Node(Store(store), ["shm:"], retain=0.0, heartbeat_interval=0.2) as node, dis.connect(node.uri) as client:
 

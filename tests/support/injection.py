@@ -12,6 +12,7 @@ import errno
 import itertools
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -138,12 +139,14 @@ def _path(descriptor: int) -> str:
 
 
 def calls(step: int) -> Iterator[int]:
-    """Yield the numbers of the calls at which a test injects a fault, in a run of its own: every `step`-th, from 0 on.
+    """Yield the numbers of the calls at which a test injects a fault, in a run of its own: every `step`-th.
 
-    Each run takes a store or a catalog of its own. DISSOCIATED_EVERY_CALL in the environment selects every call, which
-    takes some minutes more.
+    The first is random, so that later runs of the tests reach the other calls. Each run takes a store or a catalog of
+    its own. DISSOCIATED_EVERY_CALL in the environment selects every call, which takes some minutes more.
     """
-    return itertools.count(step=1 if os.environ.get("DISSOCIATED_EVERY_CALL") else step)
+    if os.environ.get("DISSOCIATED_EVERY_CALL"):
+        step = 1
+    return itertools.count(random.randrange(step), step)
 
 
 def child_environment() -> dict[str, str]:
