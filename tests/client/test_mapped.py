@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from support.arrow_cases import ARRAYS
+from support.arrow_cases import ROWS as ROWS_OF_TYPES
 from support.helpers import case, clients_end, wait_until
 
 ROWS, BATCH = 3_000, 500
@@ -280,7 +282,8 @@ def test_polars_selects_the_rows_that_it_selects_from_a_frame(client: dis.Client
     n, i, f, r, d, s, v, day, t, z = map(pl.col, ("n", "i", "f", "r", "d", "s", "v", "day", "t", "z"))
     moment = pl.lit(datetime.datetime(1970, 1, 1, 0, 25, tzinfo=UTC))
     moment = moment.dt.convert_time_zone("Europe/Berlin").dt.cast_time_unit("ms")
-    for predicate in (
+    choices = ["s", "n"], ["z", "l", "e"], TABLE.column_names
+    predicates = (
         *(n == 1234, (n < 10) | (n > 2990), n.is_in([1, 2, 2999]), n.is_between(499, 501), n != 5, ~(i > 3)),
         *(f > 3, f == NAN, f >= NAN, f < NAN, f.is_null(), f.is_nan(), f == -0.0, r >= 1.25, r == NAN),
         *(d == Decimal("1.25"), d < 0, d.is_not_null() & (d <= Decimal("0.5")), s == "text 07", v == "view 07"),
@@ -288,13 +291,13 @@ def test_polars_selects_the_rows_that_it_selects_from_a_frame(client: dis.Client
         *(day >= datetime.date(1972, 1, 1), t < datetime.datetime(1970, 1, 1, 0, 0, 1)),
         z == moment,
         z > moment,
-    ):
-        with case(str(predicate)):
-            for columns in (["s", "n"], ["z", "l", "e"], TABLE.column_names):
-                expected = frame.lazy().filter(predicate).select(columns).collect()
-                for _ in range(2):  # the second time, the columns have been converted
-                    assert handle.scan().filter(predicate).select(columns).collect().equals(expected)
-                assert handle.scan().filter(predicate).select(columns).head(2).collect().equals(expected.head(2))
+    )
+    for predicate, columns in zip(predicates, cycle(choices), strict=False):
+        with case((str(predicate), columns)):
+            expected = frame.lazy().filter(predicate).select(columns).collect()
+            for _ in range(2):  # the second time, the columns have been converted
+                assert handle.scan().filter(predicate).select(columns).collect().equals(expected)
+            assert handle.scan().filter(predicate).select(columns).head(2).collect().equals(expected.head(2))
     assert handle.scan().select(pl.len()).collect().item() == ROWS
     assert handle.scan().collect().equals(frame)
     assert handle.scan().head(7).collect().equals(frame.head(7))
@@ -322,20 +325,20 @@ def test_polars_scans_mapped_columns_without_python(client: dis.Client) -> None:
 
 
 def test_every_type_is_selected_as_it_is(client: dis.Client, node: Node) -> None:
-    for name, (first, *_) in ARRAYS.items():
-        with case(name):
-            table = pa.table([first, pa.array(range(len(first)), pa.int64())], [name, "number"])
-            table = pa.Table.from_batches([*table[:2].to_batches(), *table[2:].to_batches()], table.schema)
-            client.put("typed", table)
-            handle = client.dataset("typed")
+    columns = {name: first for name, (first, *_) in ARRAYS.items()}
+    table = pa.table({**columns, "number": pa.array(range(ROWS_OF_TYPES), pa.int64())})
+    table = pa.Table.from_batches([*table[:2].to_batches(), *table[2:].to_batches()], table.schema)
+    client.put("typed", table)
+    with client.dataset("typed") as handle:
+        for name in columns:
             for _ in range(2):
-                read = handle.to_table(["number", name])
-                assert read.schema == table.select([1, 0]).schema
-                assert read["number"] == table["number"]
-                chosen = handle.to_table([name], pc.field("number") >= 2)
-                chosen.validate(full=True)
-                assert shown(chosen) == shown(table[2:].select([name]))
-            handle.close()
+                with case(name):
+                    read = handle.to_table(["number", name])
+                    assert read.schema == table.select(["number", name]).schema
+                    assert read["number"] == table["number"]
+                    chosen = handle.to_table([name], pc.field("number") >= 2)
+                    chosen.validate(full=True)
+                    assert shown(chosen) == shown(table[2:].select([name]))
 
 
 def test_a_point_query_needs_one_batch(client: dis.Client) -> None:

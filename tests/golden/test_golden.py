@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.needs("golden files"), pytest.mark.usefixtures("truste
 GROUPS = {"quick": [way for way in WAYS if not slow(way)]}
 GROUPS |= {scheme: [way for way in WAYS if medium(way) == scheme] for scheme in ("tls", "ucx", "fabric")}
 FEWER = [path for path in GOLDEN if path.suffix == ".stream" and ("1.0.0" not in str(path) or "nested" in str(path))]
-FEWER = FEWER[::4]
+FEWER = FEWER[::8]
 #: Ways that read every file: each path of the content through our code. All others read FEWER files, because the
 #: content of a file does not matter to a medium.
 THOROUGH = {*DIRECT, "published-shm-any", "published-tcp-packed", "live-shm-any", "apart-shm"}

@@ -43,7 +43,8 @@ def test_a_slow_reader_sees_nothing_of_what_came_later(memory: Path, trusted: Ce
     Then B is put, over the pages of A if possible.
     """
     written_over = 0
-    for number, end in enumerate(ENDS * 2 if medium in QUEUED else ENDS):
+    # On the other media, the server keeps the pages as long as the reader's connection is open, whatever came later.
+    for number, end in enumerate(ENDS if medium in QUEUED else ENDS[::2]):
         with case(end):
             written_over += _round(memory / str(number), medium, end, trusted)
     assert written_over or medium not in QUEUED, "nothing was written over: this test would see nothing"
