@@ -27,7 +27,7 @@ from support.processes import free_port
 
 NODES = [NodeRecord(id, f"host-{id}", f"boot-{id}", f"grpc://{id}:1", (f"tcp://{id}:2?want_data=1",)) for id in "ab"]
 SCHEMA = bytes(pa.schema([("n", pa.int64())]).serialize())
-ATTEMPTS = 150
+ATTEMPTS = 100
 
 
 def part(name: str, node: str = "a") -> Part:

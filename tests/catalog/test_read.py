@@ -256,7 +256,7 @@ def test_a_dataset_that_is_replaced_all_the_time_can_be_read(transport: str) -> 
         replacing = threading.Thread(target=replace)
         replacing.start()
         try:
-            for _ in range(50):
+            for _ in range(20):
                 wanted.release(5)  # replaced during reads, and less often than the name is looked up
                 assert client.read("data", transport=transport).read_all() == TABLE
                 for _ in range(5):

@@ -141,7 +141,7 @@ def test_a_stream_that_is_not_read_to_its_end_ends_its_connection(
 ) -> None:
     read(client, "a", transport)
     threads = serving(server)
-    server.publish("long", pa.Table.from_batches(TABLES["a"].to_batches(max_chunksize=1) * 100))
+    server.publish("long", pa.Table.from_batches(TABLES["a"].to_batches(max_chunksize=1) * 20))
     reader = client.read("long", transport=transport)
     assert reader.read_next_batch()["n"].to_pylist() == [0]
     assert serving(server) == threads

@@ -144,10 +144,10 @@ def test_a_part_that_fails_to_open_ends_the_others(server: dis.Server) -> None:
     ("transport", "limit"),
     [
         ("tcp", None),
-        ("tcp", 3_000_000),
+        ("tcp", 1_500_000),
         ("shm", None),
         pytest.param("ucx", None, marks=needs("ucx")),
-        pytest.param("fabric", 3_000_000, marks=needs("fabric")),
+        pytest.param("fabric", 1_500_000, marks=needs("fabric")),
     ],
 )
 def test_a_part_that_waits_for_its_turn_is_not_cut_off(
@@ -157,7 +157,7 @@ def test_a_part_that_waits_for_its_turn_is_not_cut_off(
     monkeypatch.setattr(readahead, "MAX_BYTES", 1 << 20)
     # More bytes than sockets hold and, over shm, more metadata.
     large = pa.Table.from_batches(
-        pa.table({"n": np.arange(4_000_000)}).to_batches(200 if transport == "shm" else 50_000)
+        pa.table({"n": np.arange(2_000_000)}).to_batches(200 if transport == "shm" else 50_000)
     )
     first = pa.Table.from_batches(pa.table({"n": [-1, -2]}).to_batches(1))
     uri = "tcp://127.0.0.1:0" if transport == "tcp" else f"{transport}:"

@@ -261,7 +261,7 @@ def test_queries_of_threads_share_a_client(client: dis.Client) -> None:
         return client.sql(query if number % 3 else f"SET threads = 1; {query}")["n"].to_pylist()
 
     with ThreadPoolExecutor(4) as threads:
-        assert [*threads.map(ask, range(24))] == [[number] for number in range(24)]
+        assert [*threads.map(ask, range(12))] == [[number] for number in range(12)]
 
 
 def test_a_closed_client_closes_its_database_and_a_child_opens_its_own(client: dis.Client) -> None:

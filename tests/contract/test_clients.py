@@ -47,7 +47,7 @@ def test_several_datasets_do_not_mix(arranged: Route) -> None:
 
 def test_many_clients_at_once(route: Route) -> None:
     """Read a dataset per client, and with many clients also one dataset by all of them, all batch by batch."""
-    number = 8 if route.is_quick else 2
+    number = 5 if route.is_quick else 2
     everybody = threading.Barrier(number, timeout=PATIENCE)
     sent = {"shared": chunked(100), **{str(seed): chunked(seed) for seed in range(number)}}
     for name, one in sent.items():
@@ -92,7 +92,7 @@ def test_a_client_that_stops_a_stream_without_end(route: Route) -> None:
     schema = pa.schema([("n", pa.int64())])
     route.publish(lambda: pa.RecordBatchReader.from_batches(schema, batches()))
     reader = route.open()
-    for number in range(50):
+    for number in range(20):
         assert reader.read_next_batch()["n"].unique().to_pylist() == [number]
     del reader
     assert over.wait(PATIENCE)

@@ -178,7 +178,7 @@ def test_a_client_with_a_request_is_served_beside_many_idle_ones(serve: Serve, m
     good = serve(MEDIA[medium], max_connections=2, max_pending=4, handshake_timeout=60)
     with waiting(good, 6):
         wait_until(lambda: good.server.connections >= 4, "they are there")
-        for _ in range(3):
+        for _ in range(2):
             dis.open_stream(good.server.locations("good")[0], good.server.ticket("good"), timeout=PATIENCE).read_all()
             wait_until(
                 lambda: {one.state for one in good.server.status().consumers} <= {"pending"}, "its place is free"

@@ -580,7 +580,7 @@ def test_garbage_is_refused(content: bytes, way: str) -> None:
 UNCOMPRESSED = sorted(name for name in STREAMS if name != "compressed")
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.data())
 def test_damage_is_refused_or_changes_only_what_it_touches(data: st.DataObject) -> None:
     content = bytearray(STREAMS[data.draw(st.sampled_from(UNCOMPRESSED))])

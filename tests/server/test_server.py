@@ -220,8 +220,8 @@ def test_publishing_from_many_threads(serve: Serve) -> None:
         return numbers
 
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(publish, range(200))) == [[number] for number in range(200)]
-    assert server.names() == sorted([*map(str, range(200)), "shared"])
+        assert list(pool.map(publish, range(100))) == [[number] for number in range(100)]
+    assert server.names() == sorted([*map(str, range(100)), "shared"])
 
 
 def test_a_table_is_copied_into_shared_memory_once(serve: Serve) -> None:
@@ -477,7 +477,7 @@ def test_a_slow_commit_of_a_dataset_delays_no_publication_of_another(
 
 def test_publications_of_one_name_and_ticket_wait_for_one_another() -> None:
     def publish(server: dis.Server, number: int) -> None:
-        for _ in range(300):
+        for _ in range(100):
             server.publish("data", TABLE, ticket=b"ticket" if number % 2 else None)
 
     with dis.Server(["shm:"]) as server, ThreadPoolExecutor(4) as pool:

@@ -23,7 +23,7 @@ from dissociated.store.store import Store
 from support.helpers import case, clients_end, connections_left, wait_until
 from support.nodes import MIB, put
 
-ROUNDS = 3
+ROUNDS = 2
 
 
 def numbers(seed: int, size: int = 2 * MIB) -> pa.Table:

@@ -205,7 +205,7 @@ def test_the_tasks_of_one_write_are_told_what_was_evicted_for_all_of_them(memory
 
 def test_footers_of_parquet_tell_no_more_than_there_is(tmp_path: Path) -> None:
     """This holds for all types, encodings and sizes of row groups."""
-    rows = 20_000
+    rows = 4_000
     columns: dict[str, pa.Array] = {
         "small": pa.array([number % 100 for number in range(rows)], pa.int8()),
         "flags": pa.array([number % 3 == 0 for number in range(rows)]),

@@ -201,7 +201,7 @@ def test_readers_that_begin_while_it_goes_get_its_bytes_or_an_error(
         over = threading.Event()
         readers = [Reading(node.uri, transport, over) for transport in ("shm", "tcp", "grpc")]
         try:
-            for number in range(40):
+            for number in range(24):
                 try:
                     client.put("abcd"[number % 4], pa.table({"n": pa.array([number] * ROWS, pa.int64())}))
                 except DissociatedError as error:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.substrait as substrait
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dissociated.codec.batches import BatchReader
@@ -121,7 +121,6 @@ def everything(batches: list[pa.RecordBatch]) -> Statistics:
     return read
 
 
-@settings(max_examples=100)
 @given(expressions, st.integers(0, 2**32).map(tables))
 def test_what_travels_means_the_same_and_leaves_out_no_batch_that_has_a_row(
     expression: pc.Expression, batches: list[pa.RecordBatch]
