@@ -95,7 +95,8 @@ def test_every_type_keeps_its_values(
         df = read(spark, "data", node.uri, transport="tcp" if source == "tcp" else "shm")
     expected = rows(df)
     assert rows(map_in_arrow(df, identity, df.schema)) == expected
-    assert rows(map_in_arrow(df, doubled, df.schema)) == sorted(2 * expected)
+    if source == "cached":  # a function's own batches do not depend on the source
+        assert rows(map_in_arrow(df, doubled, df.schema)) == sorted(2 * expected)
 
 
 def test_a_function_sees_what_spark_itself_gives(spark: SparkSession) -> None:
