@@ -1,8 +1,14 @@
-"""The 22 queries of TPC-H in three engines over datasets: the answers are those of DuckDB over Parquet."""
+"""The 22 queries of TPC-H in three engines over datasets: the answers are those of DuckDB over Parquet.
+
+Spark takes a second of processor time for a query, and gets every third, beginning at a random one. With
+DISSOCIATED_EVERY_CALL in the environment, it gets all.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import random
 from collections.abc import Iterator
 from decimal import Decimal
 from itertools import chain
@@ -60,13 +66,16 @@ def test_answers_are_those_over_parquet(spark: SparkSession, client: dis.Client,
             read(spark, name, catalog).createOrReplaceTempView(name)
             database.execute(f"CREATE VIEW {name} AS SELECT * FROM read_parquet('{parquet}/{name}/*.parquet')")
         context = pl.SQLContext({name: client.scan(name) for name in TABLES})
-        for query, sql in QUERIES.items():
+        step = 1 if os.environ.get("DISSOCIATED_EVERY_CALL") else 3
+        first = random.randrange(step)
+        for number, (query, sql) in enumerate(QUERIES.items()):
             expected = database.sql(sql).to_arrow_table()
             with case(f"{query} in DuckDB"):
                 check(client.sql(sql), expected)
             with case(f"{query} in Polars"):
                 check(context.execute(sql).collect().to_arrow(), expected)
-            with case(f"{query} in Spark"):
-                check(spark.sql(sql).toArrow(), expected)
+            if number % step == first:
+                with case(f"{query} in Spark"):
+                    check(spark.sql(sql).toArrow(), expected)
     for name in TABLES:
         spark.catalog.dropTempView(name)
