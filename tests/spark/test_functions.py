@@ -147,6 +147,16 @@ def plain(value: Any) -> Any:
     return value.asDict() if isinstance(value, Row) else bytes(value) if isinstance(value, bytearray) else value
 
 
+@pytest.mark.skipif(IN_JVM == "false", reason="the subject is shared memory")
+def test_the_fields_of_a_map_may_have_any_names(spark: SparkSession) -> None:
+    for names in (("key", "value"), ("keys", "values"), ("value", "key")):
+        map_type = pa.map_(pa.field(names[0], pa.string(), nullable=False), pa.field(names[1], pa.string()))
+        maps = [[("a", "x"), ("b", "y")], None, [("c", None)]]
+        with case(f"{names}"):
+            found = results(spark, [pa.array(maps, map_type)], "map<string, string>")
+            assert found == [{"a": "x", "b": "y"}, None, {"c": None}]
+
+
 @pytest.mark.skipif(IN_JVM == "false", reason="Spark's own batches are smaller")
 def test_batches_are_large_unless_spark_is_told_so(spark: SparkSession) -> None:
     def sizes(batches: Batches) -> Batches:
