@@ -35,6 +35,7 @@ class Extensions extends SparkSessionExtensionsProvider {
       extensions.injectColumnar(_ => FunctionRule)
       extensions.injectHintResolutionRule(new UsingRule(_))
       extensions.injectCheckRule(_ => ChangeCheck)
+      extensions.injectOptimizerRule(_ => ConstantCounts)
     }
 }
 

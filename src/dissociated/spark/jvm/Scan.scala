@@ -8,6 +8,11 @@ import scala.util.Try
 import com.fasterxml.jackson.databind.JsonNode
 import org.apache.spark.SparkContext
 import org.apache.spark.sql.catalyst.InternalRow
+import org.apache.spark.sql.catalyst.expressions.{Least, Literal}
+import org.apache.spark.sql.catalyst.expressions.aggregate.{AggregateExpression, Count}
+import org.apache.spark.sql.catalyst.plans.logical.LogicalPlan
+import org.apache.spark.sql.catalyst.rules.Rule
+import org.apache.spark.sql.catalyst.trees.TreePattern
 import org.apache.spark.sql.connector.expressions.{FieldReference, NamedReference}
 import org.apache.spark.sql.connector.expressions.aggregate.{Aggregation, CountStar}
 import org.apache.spark.sql.connector.expressions.filter.Predicate
@@ -62,6 +67,18 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
     if (countColumns == 0)
       new DatasetScan(dataset, options, columns, limit, pushed.toSeq.flatMap(Conditions.of(_, dataset.schema)))
     else new CountScan(dataset.description(options).get("rows").asLong, countColumns)
+}
+
+/**
+ * A rule that replaces `count(DISTINCT constant)` by `least(count(constant), 1)`. Spark pushes down the count of a
+ * constant as `count(*)`, without its DISTINCT.
+ */
+object ConstantCounts extends Rule[LogicalPlan] {
+  override def apply(plan: LogicalPlan): LogicalPlan =
+    plan.transformAllExpressionsWithPruning(_.containsPattern(TreePattern.COUNT)) {
+      case count @ AggregateExpression(Count(Seq(_: Literal)), _, true, _, _) =>
+        Least(Seq(count.copy(isDistinct = false), Literal(1L)))
+    }
 }
 
 /** A scan of one row that has the number of rows in each of its columns. */
