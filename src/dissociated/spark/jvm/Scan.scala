@@ -30,8 +30,15 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
   private var countColumns = 0
   private var pushed = Array.empty[Predicate]
 
-  /** Read only these columns, and only these fields of structs. */
-  override def pruneColumns(required: StructType): Unit = columns = required
+  /**
+   * Read only these columns, and only these fields of structs. Spark confuses the types of columns whose names differ
+   * only in case, so those are read whole.
+   */
+  override def pruneColumns(required: StructType): Unit = {
+    val count = dataset.schema.fieldNames.groupMapReduce(_.toLowerCase(Locale.ROOT))(_ => 1)(_ + _)
+    columns = StructType(required.map(field =>
+      if (count(field.name.toLowerCase(Locale.ROOT)) == 1) field else dataset.schema(field.name)))
+  }
 
   /** Push the predicates that the server may use to skip batches. Spark evaluates all of them again. */
   override def pushPredicates(predicates: Array[Predicate]): Array[Predicate] = {
