@@ -174,7 +174,8 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
     }.toArray[InputPartition]
   }
 
-  override def createReaderFactory(): PartitionReaderFactory = new DatasetReaderFactory(python, reader, columns)
+  override def createReaderFactory(): PartitionReaderFactory =
+    new DatasetReaderFactory(dataset, python, reader, columns)
 
   /** Return the description of the scan, which the sidecar made and any Python process with dissociated understands. */
   private[dissociated] def reader: String = plan.get("reader").asText
