@@ -267,6 +267,19 @@ def test_columns_that_differ_in_case_are_read(spark: SparkSession, catalog: str,
     assert found.where("upper = 3").collect() == []
 
 
+def test_columns_that_differ_in_case_may_have_different_types(
+    spark: SparkSession, catalog: str, ours: str, client: dis.Client
+) -> None:
+    structs = [{"p": n, "q": {"r": str(n)}} for n in range(3)]
+    client.put("t", pa.table({"a": range(3), "A": ["x", "y", None], "b": structs, "B": [1.5, None, 2.5]}))
+    found = spark.table(f"{ours}.t").toDF("a", "x", "b", "y")
+    assert found.select("x", "a").collect() == [("x", 0), ("y", 1), (None, 2)]
+    assert found.select("x").collect() == [("x",), ("y",), (None,)]
+    assert found.where("x = 'y'").selectExpr("a", "b.q.r", "y").collect() == [(1, "1", None)]
+    assert found.where("b.q.r = '2' AND y > 0").selectExpr("x", "b.p").collect() == [(None, 2)]
+    assert found.where("a > 1 AND x IS NULL").collect() == [(2, None, (2, ("2",)), 2.5)]
+
+
 def test_types_that_only_spark_has_are_kept(spark: SparkSession, ours: str, client: dis.Client) -> None:
     columns = {
         "c": "char(5)",

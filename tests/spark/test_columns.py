@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql.types import StructType
 
 from dissociated.errors import ColumnNotFound, OptionError, SourceError
-from dissociated.spark.columns import ColumnConverter, spark_schema
+from dissociated.spark.columns import ColumnConverter, field_places, spark_schema
 from support.arrow_cases import ARRAYS, batches
 
 #: Spark's name of each type in DDL, or None if Spark has no such type.
@@ -308,6 +308,13 @@ def test_columns_that_are_not_there_or_there_twice_are_named() -> None:
     with pytest.raises(SourceError, match="more than one column 'a'"):
         spark_schema(schema, ["a", "a"])
     assert spark_schema(schema, ["a"]).simpleString() == "struct<a:int>"
+
+
+def test_fields_that_a_struct_lacks_are_named() -> None:
+    struct = pa.struct({"a": pa.int32(), "b": pa.int32()})
+    assert [*field_places(struct, pa.struct({"b": pa.int32(), "a": pa.int32()}))] == [1, 0]
+    with pytest.raises(ColumnNotFound, match="no field 'c'; there are a, b"):
+        field_places(struct, pa.struct({"a": pa.int32(), "c": pa.int32()}))
 
 
 def test_only_two_things_can_become_of_nanoseconds() -> None:

@@ -47,6 +47,9 @@ LOSES = [
     (pa.list_(pa.int32()), "map<int,int>"),
     (pa.uint8(), "smallint"),
     (pa.binary(), "string"),
+    (pa.int32(), "interval year to month"),
+    (pa.int64(), "interval year"),
+    (pa.struct([("of", pa.list_(pa.int32()))]), "struct<of: array<interval month>>"),
 ]
 
 
@@ -77,6 +80,8 @@ def test_the_same_values_in_another_layout_are_taken(catalog: str, client: dis.C
     for there, frame, values in (
         (pa.large_string(), "string", ["a", None]),
         (pa.binary_view(), "binary", [b"a", None]),
+        (pa.string(), "varchar(3)", ["a", None]),
+        (pa.list_(pa.string()), "array<string collate UTF8_LCASE>", [["a", None], None]),
         (pa.timestamp("us", "Asia/Tokyo"), "timestamp", [None]),
     ):
         client.put("data", pa.schema({"x": there}).empty_table())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from pyspark.sql import Row
 
 import dissociated as dis
 from dissociated.errors import OptionError
@@ -109,6 +110,52 @@ def test_a_function_sees_what_spark_itself_gives(spark: SparkSession) -> None:
     df = every_type(spark).drop("instant") if SPARK_4_1 else every_type(spark)  # where its time zone is UTC
     asked = "schema string, rows bigint"
     assert rows(map_in_arrow(df, schemas, asked)) == rows(df.mapInArrow(schemas, asked))
+
+
+def results(spark: SparkSession, arrays: list[pa.Array], type_: str) -> list[Any]:
+    """Return the values that Spark reads if a function yields these arrays, each in a batch of its own."""
+
+    def given(batches: Batches) -> Batches:
+        for _ in batches:
+            yield from (pa.record_batch({"v": array}) for array in arrays)
+
+    one = spark.range(0, 1, numPartitions=1)
+    return [row.v for row in map_in_arrow(one, given, f"v {type_}").collect()]
+
+
+@pytest.mark.skipif(IN_JVM == "false", reason="Spark itself refuses most of these types")
+def test_each_batch_of_a_function_may_have_another_arrow_type(spark: SparkSession) -> None:
+    def categories(index: pa.DataType, *values: str) -> pa.Array:
+        places = pa.array(range(len(values) - 1, -1, -1), index)
+        return pa.DictionaryArray.from_arrays(places, pa.array(values))
+
+    structs = pa.array([{"x": 5, "y": ["e", None]}], pa.struct({"x": pa.int64(), "y": pa.list_(pa.string())}))
+    others = pa.struct({"x": pa.uint32(), "y": pa.large_list(pa.string_view())})
+    for name, arrays, type_ in (
+        ("categories", [categories(pa.int8(), "a", "b"), categories(pa.int16(), "x", "y", "z")], "string"),
+        ("categories and text", [categories(pa.int8(), "a", "b"), pa.array(["p", "q"])], "string"),
+        ("unsigned", [pa.array([1, 2, 3], pa.uint32()), pa.array([10, 20])], "bigint"),
+        ("large", [pa.array(["p"]), pa.array(["r", "s"], pa.large_string()), pa.array(["t"])], "string"),
+        ("fixed", [pa.array([b"ab", b"cd"], pa.binary(2)), pa.array([b"p", b"qrst"])], "binary"),
+        ("nested", [structs, structs.cast(others), structs], "struct<x: bigint, y: array<string>>"),
+    ):
+        expected = [value for array in arrays for value in array.to_pylist()]
+        with case(name):
+            assert [plain(value) for value in results(spark, arrays, type_)] == expected
+
+
+def plain(value: Any) -> Any:
+    return value.asDict() if isinstance(value, Row) else bytes(value) if isinstance(value, bytearray) else value
+
+
+@pytest.mark.skipif(IN_JVM == "false", reason="the subject is shared memory")
+def test_the_fields_of_a_map_may_have_any_names(spark: SparkSession) -> None:
+    for names in (("key", "value"), ("keys", "values"), ("value", "key")):
+        map_type = pa.map_(pa.field(names[0], pa.string(), nullable=False), pa.field(names[1], pa.string()))
+        maps = [[("a", "x"), ("b", "y")], None, [("c", None)]]
+        with case(f"{names}"):
+            found = results(spark, [pa.array(maps, map_type)], "map<string, string>")
+            assert found == [{"a": "x", "b": "y"}, None, {"c": None}]
 
 
 @pytest.mark.skipif(IN_JVM == "false", reason="Spark's own batches are smaller")

@@ -70,8 +70,9 @@ def test_a_query_reads_what_it_needs_and_a_count_or_a_limit_nearly_nothing(
         return server.status().totals.bytes - before
 
     assert 8 * ROWS <= moved(df.selectExpr("sum(n)")) < 9 * ROWS  # bodies are padded
-    assert moved(df.selectExpr("count(*)", "count(1)")) == 0
-    assert df.selectExpr("count(*)", "count(1)").first() == (ROWS, ROWS)
+    counts = df.selectExpr("count(*)", "count(1)", "count(DISTINCT 1)")
+    assert moved(counts) == 0
+    assert counts.first() == (ROWS, ROWS, 1)
     for query in ("SELECT count(*) FROM (SELECT count(*) FROM {df})", "SELECT 1 FROM {df} HAVING true"):
         assert spark.sql(query, df=df).collect() == [(1,)]  # Spark requests no aggregate at all
     assert df.where("n % 2 = 0").count() == ROWS / 2
@@ -80,6 +81,28 @@ def test_a_query_reads_what_it_needs_and_a_count_or_a_limit_nearly_nothing(
     assert len(df.select("n").limit(150).collect()) == 150
     small = read(spark, "data", server.catalog_uri).join(df, "n")
     assert "BroadcastHashJoin" in plan(small)  # Spark knows the sizes of the tables
+
+
+def test_a_constant_is_counted_once_if_it_is_to_be_distinct(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("data", TABLE)
+    server.publish("empty", TABLE.slice(0, 0))
+    df, empty = (read(spark, name, server.catalog_uri) for name in ("data", "empty"))
+    for expression, expected, of_empty in (
+        ("count(DISTINCT 1)", 1, 0),
+        ("count(DISTINCT 'a', 2)", 1, 0),
+        ("count(DISTINCT NULL)", 0, 0),
+        ("count(DISTINCT 1) FILTER (WHERE n < 0)", 0, 0),
+        ("count(DISTINCT 1) + count(DISTINCT d) + count(1)", 1 + 100 + ROWS, 0),
+    ):
+        with case(expression):
+            assert df.selectExpr(expression).collect() == [(expected,)]
+            assert empty.selectExpr(expression).collect() == [(of_empty,)]
+    constant = df.selectExpr("'a' AS source", "n % 2 AS odd")
+    assert constant.selectExpr("count(DISTINCT source)", "count(source)").collect() == [(1, ROWS)]
+    grouped = constant.groupBy("odd").agg({"*": "count"}).selectExpr("count(DISTINCT 1)")
+    assert grouped.collect() == [(1,)]
+    each = spark.sql("SELECT odd, count(DISTINCT source), count(*) FROM {df} GROUP BY odd ORDER BY odd", df=constant)
+    assert each.collect() == [(0, 1, ROWS / 2), (1, 1, ROWS / 2)]
 
 
 def test_batches_without_rows_that_a_query_wants_stay_where_they_are(spark: SparkSession, server: dis.Server) -> None:

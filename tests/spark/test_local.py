@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -363,6 +364,7 @@ def test_create_dataframe_of_a_handle_refuses_another_dataset_of_its_name_and_ve
 
 @pytest.mark.skipif(IN_JVM == "false", reason="Spark's own createDataFrame stands in")
 def test_a_created_dataframe_is_kept_for_its_plans_and_then_dropped(spark: SparkSession) -> None:
+    create_dataframe(spark, pa.table({"n": [0]}))  # starts the server, which has memory of its own
     before = memfds()
     df = create_dataframe(spark, pa.table({"n": range(100_000)}))
     added = memfds() - before
@@ -372,9 +374,29 @@ def test_a_created_dataframe_is_kept_for_its_plans_and_then_dropped(spark: Spark
     collect_garbage(spark)
     assert derived.count() == 99_989
     del derived
+    wait_until(partial(is_collected, spark, added), "its memory is free")
 
-    def is_free() -> bool:
-        collect_garbage(spark)
-        return not memfds() & added
 
-    wait_until(is_free, "its memory is free")
+@pytest.mark.skipif(IN_JVM == "false", reason="Spark's own createDataFrame stands in")
+def test_a_created_dataframe_is_kept_for_its_rdds(spark: SparkSession) -> None:
+    table = pa.table({"id": range(100_000)})
+    create_dataframe(spark, table)  # starts the server, which has memory of its own
+    before = memfds()
+    df = create_dataframe(spark, table)
+    of_the_rdds = memfds() - before
+    rdds: list[Any] = [df.rdd, map_in_arrow(df, shifted, "id bigint").rdd]
+    del df
+    # Java drops datasets one after the other: when it has dropped the second, it has dropped all that it found before.
+    for _ in range(2):
+        before = memfds()
+        create_dataframe(spark, table)
+        added = memfds() - before
+        wait_until(partial(is_collected, spark, added), "the memory of an unused one is free")
+    assert [rdd.map(sum).sum() for rdd in rdds] == [sum(range(100_000)), sum(range(1, 100_001))]
+    rdds.clear()
+    wait_until(partial(is_collected, spark, of_the_rdds), "their memory is free")
+
+
+def is_collected(spark: SparkSession, added: set[int]) -> bool:
+    collect_garbage(spark)
+    return not memfds() & added

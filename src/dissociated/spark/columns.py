@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as types
 
-from dissociated.base.display import missing_column
+from dissociated.base.display import missing, missing_column
 from dissociated.codec.nesting import contains
 from dissociated.errors import ColumnNotFound, OptionError, SourceError
 from dissociated.spark.types import TIMEZONE, arrow_schema, kept_type
@@ -306,18 +306,26 @@ def _fits(field: pa.Field, to: pa.Field) -> bool:
         return bool(field.type.equals(to.type))
     if field.type.id != to.type.id:
         return False
-    places = field_places(field.type, to.type) if types.is_struct(to.type) else range(to.type.num_fields)
-    return all(
-        place >= 0 and _fits(field.type.field(place), to.type.field(number)) for number, place in enumerate(places)
-    )
+    try:
+        places = field_places(field.type, to.type) if types.is_struct(to.type) else range(to.type.num_fields)
+    except ColumnNotFound:
+        return False
+    return all(_fits(field.type.field(place), to.type.field(number)) for number, place in enumerate(places))
 
 
-def field_places(struct: pa.DataType, target: pa.DataType) -> list[int]:
-    """Return the index in `struct` of each field of `target`, by name; -1 for a field that `struct` lacks."""
-    names = [field.name for field in target]
-    if names == [field.name for field in struct]:
-        return [*range(len(names))]
-    return [struct.get_field_index(name) for name in names]
+def field_places(struct: pa.DataType, target: pa.DataType) -> Sequence[int]:
+    """Return the index in `struct` of each field of `target`, by name.
+
+    Raises:
+        ColumnNotFound: `struct` lacks a field of `target`, or has two fields with its name.
+    """
+    names, available = [field.name for field in target], [field.name for field in struct]
+    if names == available:
+        return range(len(names))
+    places = [struct.get_field_index(name) for name in names]
+    if -1 in places:
+        raise ColumnNotFound(missing("field", names[places.index(-1)], available))
+    return places
 
 
 def _describe_field(field: StructField) -> str:

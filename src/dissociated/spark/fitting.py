@@ -139,8 +139,14 @@ def _differences(frame: pa.Schema, existing: pa.Schema, merge: bool) -> Iterator
 
 
 def _difference(added: pa.Field, existing: pa.Field, merge: bool) -> str | None:
+    from pyspark.sql.types import YearMonthIntervalType, _has_type
+
     added_type, dataset_type = kept_type(added), kept_type(existing)
-    if _fits(added.type, existing.type, merge) and (dataset_type is None or dataset_type == added_type):
+    # Without a type of its own, the dataset would keep months as numbers. It holds all other kinds of values, such as
+    # text of a limited length.
+    is_months = added_type is not None and _has_type(added_type, YearMonthIntervalType)
+    is_kept = not is_months if dataset_type is None else dataset_type == added_type
+    if _fits(added.type, existing.type, merge) and is_kept:
         return None
     advice = "cast it"
     if not merge and _fits(added.type, existing.type, True):

@@ -79,7 +79,8 @@ class ArrayLayout:
 
 
 def _entry_type(map_type: pa.DataType) -> pa.DataType:
-    return pa.struct([map_type.key_field, map_type.item_field])
+    # Names of the fields differ between libraries, such as `keys`, so the fields are matched by their order.
+    return pa.struct([map_type.key_field.with_name("key"), map_type.item_field.with_name("value")])
 
 
 def _fields(type_: pa.DataType, spark: pa.DataType) -> tuple[Any, Sequence[int]]:

@@ -88,9 +88,9 @@ def to_pandas(df: DataFrame) -> pd.DataFrame:
 def create_dataframe(spark: SparkSession, data: Any) -> DataFrame:
     """Return a DataFrame of Spark with the rows of `data`, which Spark's tasks read in shared memory.
 
-    The rows are copied into shared memory once. It is freed some time after the last plan with this DataFrame is gone,
-    when Java collects its garbage, and when this process ends. A dataset has columns by name, so `createDataFrame` is
-    called if two columns have the same name.
+    The rows are copied into shared memory once. It is freed some time after the last plan or RDD with this DataFrame is
+    gone, when Java collects its garbage, and when this process ends. A dataset has columns by name, so
+    `createDataFrame` is called if two columns have the same name.
 
         create_dataframe(spark, pl.read_parquet("flights.parquet")).groupBy("dest").count()
 

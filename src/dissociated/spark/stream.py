@@ -46,6 +46,7 @@ class SharedStream:
         self._spaces = spaces
         self._locator = BufferLocator(spaces, static_only)
         self._held_batches: list[pa.RecordBatch] = []
+        self._described_types: list[pa.DataType] = []  # of the last batch, to which the layouts belong
         self._layouts: list[ArrayLayout] = []
         self._next_count = 1  # the most batches in the next answer: starts small for queries with a limit
         self._lock = threading.Lock()  # a killed task closes the stream while `next` still waits
@@ -79,7 +80,10 @@ class SharedStream:
         return {"regions": self._locator.new_regions(), "batches": descriptions, "ended": not descriptions}
 
     def _describe(self, batch: pa.RecordBatch) -> Any:
-        self._layouts = self._layouts or [*map(ArrayLayout.of, batch.schema.types, self._types)]
+        types = batch.schema.types
+        if types != self._described_types:  # a function may yield, for example, dictionaries with wider indices
+            self._layouts = [*map(ArrayLayout.of, types, self._types)]
+            self._described_types = types
         return {"rows": batch.num_rows, "columns": [*map(self._locator.describe, batch.columns, self._layouts)]}
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ class Extensions extends SparkSessionExtensionsProvider {
       extensions.injectColumnar(_ => FunctionRule)
       extensions.injectHintResolutionRule(new UsingRule(_))
       extensions.injectCheckRule(_ => ChangeCheck)
+      extensions.injectOptimizerRule(_ => ConstantCounts)
     }
 }
 
@@ -103,10 +104,10 @@ case class MapInMemoryExec(func: Expression, output: Seq[Attribute], child: Spar
 object FunctionInput {
   def of(plan: SparkPlan): RDD[Any] = (plan match {
     case scan: BatchScanExec if scan.runtimeFilters.isEmpty && scan.scan.isInstanceOf[DatasetScan] =>
-      val reader = scan.scan.asInstanceOf[DatasetScan].reader
+      val input = scan.scan.asInstanceOf[DatasetScan]
       new ItemsRDD(plan.session.sparkContext, scan.inputPartitions.collect {
-        case DatasetPartition(partition, hosts) => (DatasetInput(reader, partition), hosts.toSeq)
-      })
+        case DatasetPartition(partition, hosts) => (DatasetInput(input.reader, partition), hosts.toSeq)
+      }, Some(input.dataset))
     case _ if plan.supportsColumnar => plan.executeColumnar()
     case _ => CachedBatches.of(plan).getOrElse(plan.execute())
   }).asInstanceOf[RDD[Any]]
@@ -117,8 +118,12 @@ case class DatasetInput(reader: String, partition: String)
 
 case class Item(index: Int, value: Any, hosts: Seq[String]) extends Partition
 
-/** An RDD with one item in each partition, and the preferred hosts of the item. */
-class ItemsRDD[T: ClassTag](context: SparkContext, items: Seq[(T, Seq[String])]) extends RDD[T](context, Nil) {
+/**
+ * An RDD with one item in each partition, and the preferred hosts of the item. On the driver it refers to the dataset
+ * of the items: see `Temporary`.
+ */
+class ItemsRDD[T: ClassTag](context: SparkContext, items: Seq[(T, Seq[String])],
+    @transient val dataset: Option[Dataset] = None) extends RDD[T](context, Nil) {
   override protected def getPartitions: Array[Partition] =
     items.zipWithIndex.map { case ((value, hosts), index) => Item(index, value, hosts) }.toArray
 

@@ -14,11 +14,11 @@ import org.apache.spark.sql.execution.adaptive.AdaptiveSparkPlanExec
 import org.apache.spark.sql.execution.datasources.v2.DataSourceV2Relation
 import org.apache.spark.sql.types.StructType
 
-/** Datasets that last as long as the plans that read them. */
+/** Datasets that last as long as the plans and RDDs that read them. */
 object Temporary {
   private val cleaner = Cleaner.create()
 
-  /** Drop a dataset of a catalog when Java has collected all plans with the table that `frame` reads. */
+  /** Drop a dataset of a catalog when Java has collected all plans and RDDs with the table that `frame` reads. */
   def watch(frame: Frame[_], catalog: String, name: String): Unit = {
     val python = Python.ofDriver()
     frame.queryExecution.analyzed.foreach {

@@ -19,8 +19,12 @@ import org.apache.spark.sql.vectorized.ColumnarBatch
 import org.apache.spark.storage.StorageUtils
 import org.apache.spark.util.{ThreadUtils, Utils}
 
-/** A factory of readers for the partitions of a scan. `reader` describes the scan to the sidecar. */
-class DatasetReaderFactory(python: Python, reader: String, columns: StructType) extends PartitionReaderFactory {
+/**
+ * A factory of readers for the partitions of a scan. `reader` describes the scan to the sidecar. An RDD on the driver
+ * refers to the factory, and so to `dataset`: see `Temporary`.
+ */
+class DatasetReaderFactory(@transient val dataset: Dataset, python: Python, reader: String, columns: StructType)
+    extends PartitionReaderFactory {
   // A task may read many partitions, one after the other.
   @transient private var lastReader: DatasetPartitionReader = _
 

@@ -8,6 +8,11 @@ import scala.util.Try
 import com.fasterxml.jackson.databind.JsonNode
 import org.apache.spark.SparkContext
 import org.apache.spark.sql.catalyst.InternalRow
+import org.apache.spark.sql.catalyst.expressions.{Least, Literal}
+import org.apache.spark.sql.catalyst.expressions.aggregate.{AggregateExpression, Count}
+import org.apache.spark.sql.catalyst.plans.logical.LogicalPlan
+import org.apache.spark.sql.catalyst.rules.Rule
+import org.apache.spark.sql.catalyst.trees.TreePattern
 import org.apache.spark.sql.connector.expressions.{FieldReference, NamedReference}
 import org.apache.spark.sql.connector.expressions.aggregate.{Aggregation, CountStar}
 import org.apache.spark.sql.connector.expressions.filter.Predicate
@@ -25,8 +30,15 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
   private var countColumns = 0
   private var pushed = Array.empty[Predicate]
 
-  /** Read only these columns, and only these fields of structs. */
-  override def pruneColumns(required: StructType): Unit = columns = required
+  /**
+   * Read only these columns, and only these fields of structs. Spark confuses the types of columns whose names differ
+   * only in case, so those are read whole.
+   */
+  override def pruneColumns(required: StructType): Unit = {
+    val count = dataset.schema.fieldNames.groupMapReduce(_.toLowerCase(Locale.ROOT))(_ => 1)(_ + _)
+    columns = StructType(required.map(field =>
+      if (count(field.name.toLowerCase(Locale.ROOT)) == 1) field else dataset.schema(field.name)))
+  }
 
   /** Push the predicates that the server may use to skip batches. Spark evaluates all of them again. */
   override def pushPredicates(predicates: Array[Predicate]): Array[Predicate] = {
@@ -62,6 +74,18 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
     if (countColumns == 0)
       new DatasetScan(dataset, options, columns, limit, pushed.toSeq.flatMap(Conditions.of(_, dataset.schema)))
     else new CountScan(dataset.description(options).get("rows").asLong, countColumns)
+}
+
+/**
+ * A rule that replaces `count(DISTINCT constant)` by `least(count(constant), 1)`. Spark pushes down the count of a
+ * constant as `count(*)`, without its DISTINCT.
+ */
+object ConstantCounts extends Rule[LogicalPlan] {
+  override def apply(plan: LogicalPlan): LogicalPlan =
+    plan.transformAllExpressionsWithPruning(_.containsPattern(TreePattern.COUNT)) {
+      case count @ AggregateExpression(Count(Seq(_: Literal)), _, true, _, _) =>
+        Least(Seq(count.copy(isDistinct = false), Literal(1L)))
+    }
 }
 
 /** A scan of one row that has the number of rows in each of its columns. */
@@ -150,7 +174,8 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
     }.toArray[InputPartition]
   }
 
-  override def createReaderFactory(): PartitionReaderFactory = new DatasetReaderFactory(python, reader, columns)
+  override def createReaderFactory(): PartitionReaderFactory =
+    new DatasetReaderFactory(dataset, python, reader, columns)
 
   /** Return the description of the scan, which the sidecar made and any Python process with dissociated understands. */
   private[dissociated] def reader: String = plan.get("reader").asText
