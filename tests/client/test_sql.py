@@ -434,6 +434,66 @@ def test_names_that_differ_in_case_are_not_confused() -> None:
             client.sql('SELECT (SELECT x FROM "a"), (SELECT x FROM "A")')
 
 
+def test_no_statement_reads_the_dataset_of_another_spelling(tmp_path: Path) -> None:
+    both = (
+        'CREATE TABLE t AS FROM a; CREATE TABLE u AS FROM "A"; FROM t UNION ALL FROM u',
+        'SELECT 1; FROM a; FROM "A"',
+        'CREATE VIEW w AS FROM "A"; SELECT x, (SELECT x FROM w) AS y FROM a',
+        'CREATE TABLE t AS FROM a; PIVOT "A" ON x USING sum(x)',
+        "FROM query_table(['A', 'a'])",
+        "SELECT * FROM query('FROM a') s, query('FROM \"A\"') t",
+        "SELECT * FROM a, query_table(upper('a'))",
+        "SELECT * FROM query_table(['A', lower('A')])",
+        "SELECT x FROM a WHERE A.x = 1",
+    )
+    with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("a", pa.table({"x": [1]}))
+        for _ in range(2):  # the second time, the version is kept
+            for query in ("SELECT x FROM a WHERE A.x = 1", "SELECT 1; FROM a", "FROM query_table('a')"):
+                with case(query):
+                    assert client.sql(query).to_pylist() == [{"x": 1}]
+            for query in ('FROM a; FROM "A"', 'CREATE TABLE t AS FROM a; CREATE TABLE u AS FROM "A"; FROM u'):
+                with case(query), pytest.raises(DatasetNotFound, match="'A'"):
+                    client.sql(query)
+        client.put("A", pa.table({"x": [100]}))
+        for _ in range(2):
+            for query in both:
+                with case(query), pytest.raises(OptionError, match="does not distinguish 'A' and 'a'"):
+                    client.sql(query)
+            for name, x in {"a": 1, "A": 100}.items():
+                for query in (f"FROM {name}", f"SELECT 1; FROM {name}", f"CREATE TABLE t AS FROM {name}; FROM t"):
+                    with case(query):
+                        assert client.sql(query).to_pylist() == [{"x": x}]
+
+
+def test_names_with_quotes_and_other_letters_are_not_confused() -> None:
+    with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        for x, name in enumerate(('a"b', "é", "É")):
+            server.publish(name, pa.table({"x": [x]}))
+        assert client.sql('FROM "a""b"').to_pylist() == [{"x": 0}]
+        assert client.sql('SELECT s.x, t.x AS y FROM "é" s, "É" t').to_pylist() == [{"x": 1, "y": 2}]
+        server.publish('A"b', pa.table({"x": [3]}))
+        with pytest.raises(OptionError, match="does not distinguish"):
+            client.sql('CREATE VIEW v AS FROM "A""b"; FROM "a""b", v')
+
+
+def test_a_table_of_a_script_hides_the_dataset_of_its_name(tmp_path: Path) -> None:
+    with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("a", pa.table({"x": [1]}))
+        client.put("b", pa.table({"x": [10]}))
+        for _ in range(2):  # the second time, the versions are kept
+            for query, x in {
+                "CREATE TABLE a AS SELECT x + 1 AS x FROM a; FROM a": 2,
+                "CREATE VIEW w AS FROM a; CREATE TABLE t AS FROM b; SELECT w.x + t.x AS x FROM w, t": 11,
+                "WITH a AS (SELECT x + 1 AS x FROM a) FROM a": 2,
+                "WITH a AS (SELECT x + 1 AS x FROM a), b AS (SELECT a.x + b.x AS x FROM a, b) FROM b": 12,
+            }.items():
+                with case(query):
+                    assert client.sql(query).to_pylist() == [{"x": x}]
+            with pytest.raises(OptionError, match="Circular reference"):
+                client.sql("WITH c AS (FROM c) FROM c")
+
+
 def test_tensors_have_no_rows() -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("weights", pa.Tensor.from_numpy(np.eye(3)))

@@ -280,6 +280,25 @@ def test_columns_that_differ_in_case_may_have_different_types(
     assert found.where("a > 1 AND x IS NULL").collect() == [(2, None, (2, ("2",)), 2.5)]
 
 
+def test_tables_that_differ_in_case_are_not_confused(spark: SparkSession, kept: str) -> None:
+    spark.sql(f"CREATE TABLE {kept}.a AS SELECT 1 AS x")
+    with pytest.raises(PySparkException, match="TABLE_OR_VIEW_NOT_FOUND"):
+        spark.table(f"{kept}.A")
+    spark.sql(f"CREATE TABLE {kept}.A AS SELECT 100 AS x")
+    both = f"SELECT s.x, t.x FROM {kept}.a s, {kept}.A t"
+    assert rows(spark, both) == [(1, 100)]
+    assert rows(spark, f"FROM {kept}.a UNION ALL FROM {kept}.A") == [(1,), (100,)]
+    assert rows(spark, f"WITH v AS (FROM {kept}.A) SELECT a.x, v.x FROM {kept}.a, v") == [(1, 100)]
+    spark.sql(f"CACHE TABLE {kept}.a")
+    assert rows(spark, both) == [(1, 100)]
+    spark.sql(f"INSERT INTO {kept}.A VALUES (200)")
+    assert rows(spark, f"FROM {kept}.A ORDER BY x") == [(100,), (200,)]
+    assert rows(spark, f"FROM {kept}.a") == [(1,)]
+    spark.sql(f"UNCACHE TABLE {kept}.a")
+    spark.sql(f"DROP TABLE {kept}.A")
+    assert rows(spark, f"FROM {kept}.a") == [(1,)]
+
+
 def test_types_that_only_spark_has_are_kept(spark: SparkSession, ours: str, client: dis.Client) -> None:
     columns = {
         "c": "char(5)",

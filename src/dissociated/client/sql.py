@@ -10,7 +10,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, Self
 
@@ -36,8 +36,14 @@ if not hasattr(duckdb.DuckDBPyRelation, "to_arrow_reader"):
     raise OptionError(f"sql needs DuckDB 1.5 or later, not {duckdb.__version__}: pip install --upgrade duckdb")
 
 #: DuckDB has one class for everything that its catalog lacks, and names the missing table in the text alone: with
-#: `errors_as_json`, queries fail with the same text, and `get_table_names` refuses PIVOT, UPDATE and CREATE VIEW.
-_MISSING = re.compile("Table with name (.+) does not exist!")
+#: `errors_as_json`, queries fail with the same text, and `get_table_names` refuses PIVOT, UPDATE and CREATE VIEW. In
+#: `WITH a AS (FROM a)`, the second name is an error only if there is no table `a`.
+_MISSING = re.compile('Table with name (.+) does not exist!|Circular reference to CTE "(.+)", use WITH RECURSIVE')
+#: Functions that can compute the name of a table, and statements that read views from a file.
+_COMPUTING = re.compile(
+    r'\bquery(_table)?"?\s*(\(|/\*|--)|json_execute_serialized_sql|substrait|\battach\b|\bimport[_\s]+database\b',
+    re.IGNORECASE,
+)
 #: Kinds of statements that change tables, and kinds after which there are tables that they can change.
 _CHANGING = {"INSERT", "UPDATE", "DELETE", "DROP", "ALTER", "MERGE_INTO"}
 _PREPARING = {"CREATE", "ATTACH"}
@@ -56,6 +62,11 @@ class SqlSession:
 
     A name stands for the version that was current when a statement first used it. DuckDB resolves all names that it
     knows itself. Queries run in the database that the client keeps, other statements in a database of their own.
+
+    DuckDB takes names that differ only in the case of ASCII letters for one, and a dataset that is registered hides a
+    table of its name. So each statement begins without the datasets of the others. If the statements contain the name
+    of a dataset in another spelling, which another dataset has, they are refused: a view, a macro or a string may use
+    either.
 
     DuckDB plans joins by the number of rows, which it knows of a Table, and not of a handle. And it filters faster than
     libarrow. But only a handle gets the filters of a query, and can skip batches. So a query over many rows begins with
@@ -80,6 +91,7 @@ class SqlSession:
         self._registered: dict[str, Any] = {}  # the handle or Table by which DuckDB knows each dataset
         self._failures: list[Failure] = []  # of the datasets that the current statement reads
         self._connection = client.sql_database.connect()
+        self._script = ""  # the text of all statements
         self._text: str | None = None  # of a query that can be kept
         self._finished: duckdb.Statement | None = None  # the last query, if its result has been read to its end
 
@@ -104,6 +116,7 @@ class SqlSession:
             OptionError: A statement is invalid, would change a dataset, or makes a table that would be gone when the
                 session ends.
         """
+        self._script = query
         kept_query = self._client.sql_database.kept_versions.take_query(query)
         if kept_query is not None:
             self._connection.close()
@@ -146,15 +159,23 @@ class SqlSession:
             if self._datasets.keys() != self._registered.keys():  # some have changed
                 self._connection.close()
                 self._connection, self._registered = self._client.sql_database.connect(), {}
+            names = {*self._datasets}
         else:
-            self._find_kept(self._names(statement.query))
+            self._unregister()
+            names = self._names(statement.query)
+            if not self._is_shared:  # earlier statements may have made tables of these names
+                names.clear()
+            self._find_kept(names)
+            names &= self._datasets.keys()
+            for name in names:
+                self._check_spelling(name)
         kind = statement.type.name
         is_tried = self._is_shared  # other statements might take effect twice
         while True:
-            for name, dataset in self._datasets.items():
+            for name in names:
+                dataset = self._datasets[name]
                 self._register(name, dataset.begin(statement.query) if is_tried else dataset.whole)
             self._failures.clear()
-            missing = None
             with self._errors():
                 try:
                     relation = self._connection.sql(statement)
@@ -162,14 +183,9 @@ class SqlSession:
                         return None
                     if (reader := self._begin(relation, statement)) is not None:
                         return reader
-                except duckdb.CatalogException as error:
-                    missing = _MISSING.search(str(error))
-                    if missing is None or missing[1] in self._datasets:
-                        raise
-            if missing is None:
-                is_tried = False
-            else:
-                self._datasets[missing[1]] = self._find(missing[1])
+                    is_tried = False
+                except (duckdb.CatalogException, duckdb.BinderException) as error:
+                    names.add(self._find_missing(error, names))
 
     def _begin(self, relation: Any, statement: duckdb.Statement) -> pa.RecordBatchReader | None:
         """Return the result of a statement, of which the first batch was read; None if a handle has refused a scan.
@@ -207,6 +223,36 @@ class SqlSession:
             self._connection.register(name, form)
             self._registered[name] = form
 
+    def _find_missing(self, error: duckdb.Error, names: set[str]) -> str:
+        """Find the dataset that a statement lacks, and return its name.
+
+        Args:
+            error: The error of DuckDB.
+            names: The names of the datasets that DuckDB has.
+
+        Raises:
+            duckdb.Error: It is `error`, which has another reason.
+        """
+        match = _MISSING.search(str(error))
+        name: str | None = match and (match[1] or match[2])
+        if match is None or name is None or name in names:
+            raise error
+        if name not in self._datasets:
+            try:
+                self._datasets[name] = self._find(name)
+            except DatasetNotFound:
+                if match[2]:
+                    raise error from None
+                raise
+        self._check_spelling(name)
+        return name
+
+    def _unregister(self) -> None:
+        """Make DuckDB forget the datasets of the last statement."""
+        for name in self._registered:
+            self._connection.unregister(name)
+        self._registered = {}
+
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Turn errors of DuckDB into OptionError, or into the error of the dataset that could not be read."""
@@ -229,19 +275,32 @@ class SqlSession:
             table_names: set[str] = self._connection.get_table_names(statement)
         except duckdb.Error:
             return set()
-        spellings: dict[str, str] = {}
-        for name in sorted(self._datasets.keys() | table_names):
-            if (first_spelling := spellings.setdefault(name.casefold(), name)) != name:
-                raise OptionError(
-                    f"DuckDB does not distinguish {first_spelling!r} and {name!r}: query one dataset at a time, and "
-                    "write its name as the catalog does"
-                )
+        spellings: dict[bytes, str] = {}
+        for name in sorted(table_names):
+            if (first_spelling := spellings.setdefault(_fold(name), name)) != name:
+                raise _confused(first_spelling, name)
         return table_names
+
+    def _check_spelling(self, name: str) -> None:
+        """Check that the statements name no other dataset that DuckDB takes for this one.
+
+        Raises:
+            OptionError: They contain the name of another dataset, or may name it without containing the name.
+        """
+        if _COMPUTING.search(self._script) or '"' in name or "'" in name:  # SQL doubles quotes
+            other_names = {info.name for info in self._client.list() if _fold(info.name) == _fold(name)}
+            self._text = None
+        else:
+            pattern = rf"(?<!\w){re.escape(name)}(?!\w)"
+            other_names = {*re.findall(pattern, self._script, re.IGNORECASE | re.ASCII)}
+        for other in sorted(other_names - {name}):
+            self._text = None  # a query that is kept is not checked again, and there may be such a dataset then
+            with suppress(DatasetNotFound):
+                self._client.describe_current(other)
+                raise _confused(*sorted((name, other)))
 
     def _find_kept(self, names: set[str]) -> None:
         """Find all datasets of these names whose kept version is still the current one, by one call of the catalog."""
-        if not self._is_shared:  # the statements may have made tables of these names
-            return
         infos = self._client.sql_database.kept_versions.find(names - self._datasets.keys())
         current = self._client.current([info.name for info in infos]) if infos else {}
         for info in infos:
@@ -259,6 +318,18 @@ class SqlSession:
                 f"{name!r} holds tensors, which have no rows: client.read_tensors({name!r}) reads them in Python"
             )
         return _SqlDataset(self._client, info, self._failures)
+
+
+def _fold(name: str) -> bytes:
+    """Return a text that is equal for names that DuckDB does not distinguish."""
+    return name.encode().lower()  # as bytes, only ASCII letters have a case
+
+
+def _confused(name: str, other: str) -> OptionError:
+    return OptionError(
+        f"DuckDB does not distinguish {name!r} and {other!r}: query one dataset at a time, and write its name as the "
+        "catalog does"
+    )
 
 
 class _SqlDataset:
