@@ -161,6 +161,18 @@ def test_rows_of_null_are_read_but_where_libarrow_would_crash(tmp_path: Path) ->
     assert ended.returncode == 0
 
 
+def test_quoted_line_breaks_split_no_rows_between_blocks(client: dis.Client, tmp_path: Path) -> None:
+    """Libarrow parses blocks of 16 MiB, and the first ends within a value."""
+    value, rows = "\n".join("q" * 500), 18_000
+    text = "a\n" + f'"{value}"\n' * rows
+    path = tmp_path / "lines.csv"
+    path.write_text(text)
+    assert client.put("lines", path) == rows
+    for table in client.read("lines").read_all(), open_text("-", io.BytesIO(text.encode()), "csv").read_all():
+        assert table.num_rows == rows
+        assert table["a"].unique().to_pylist() == [value]
+
+
 def test_csv_in_another_encoding_is_binary(client: dis.Client, tmp_path: Path) -> None:
     path = tmp_path / "latin.csv"
     path.write_bytes("a\nZürich\n".encode("latin-1"))

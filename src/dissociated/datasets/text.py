@@ -104,7 +104,9 @@ def _open_csv(source: Any, use_threads: bool | None = None, **convert: Any) -> p
 
     use_threads = isinstance(source, str) if use_threads is None else use_threads
     options = pyarrow.csv.ReadOptions(block_size=_BLOCK_SIZE, use_threads=use_threads)
-    return pyarrow.csv.open_csv(source, options, convert_options=pyarrow.csv.ConvertOptions(**convert))
+    # Otherwise libarrow ends a block at any line break, and a quoted value that has one there becomes two rows.
+    parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    return pyarrow.csv.open_csv(source, options, parsing, pyarrow.csv.ConvertOptions(**convert))
 
 
 def _open_json(source: Any) -> pa.RecordBatchReader:
