@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.file import FileState, file_state
+from dissociated.datasets.file import file_state, unchanged_reader
 from dissociated.datasets.source_errors import concealed, source_errors
 from dissociated.datasets.streamed import SourceDataset
 from dissociated.errors import SourceError
@@ -54,26 +54,13 @@ def text_file(name: str, path: Path, options: WriteOptions | None = None, format
         state = file_state(path.stat())
         if not path.stat().st_size:
             raise SourceError(f"cannot publish {str(path)!r}: the file is empty")
-        return SourceDataset(name, lambda: _open_unchanged(name, path, format, state), options)
 
+        def open_reader() -> pa.RecordBatchReader:
+            return unchanged_reader(
+                path, lambda: file_state(path.stat()) == state, lambda: open_text(name, str(path), format)
+            )
 
-def _open_unchanged(name: str, path: Path, format: str, state: FileState) -> pa.RecordBatchReader:
-    """Open a reader that fails if the file was modified before or during the reading."""
-
-    def check() -> None:
-        if file_state(path.stat()) != state:
-            raise SourceError.for_peer(f"{str(path)!r} was modified after it was published: publish the file anew")
-
-    check()
-    reader = open_text(name, str(path), format)
-
-    def checked() -> Iterator[pa.RecordBatch]:
-        for batch in reader:
-            check()
-            yield batch
-        check()
-
-    return pa.RecordBatchReader.from_batches(reader.schema, checked())
+        return SourceDataset(name, open_reader, options)
 
 
 def open_text(name: str, source: Any, format: str) -> pa.RecordBatchReader:
