@@ -12,7 +12,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.adapters.dask import read_dissociated
-from support.helpers import wait_until
+from support.helpers import case, wait_until
 
 dask = pytest.importorskip("dask", reason="Dask is not installed: make bridges")
 pd = pytest.importorskip("pandas")
@@ -63,6 +63,23 @@ def test_partitions_with_and_without_nulls_have_one_type(client: dis.Client, tab
     assert frame.npartitions > 3
     assert {str(part.compute(scheduler="sync").dtypes["third"]) for part in frame.partitions} == {"int32[pyarrow]"}
     assert frame["third"].isna().sum().compute(scheduler="sync") == table["third"].null_count
+
+
+def test_the_index_of_a_published_frame_comes_as_columns(client: dis.Client) -> None:
+    indices: dict[str | None, Any] = {
+        "when": pd.Index([*range(1000, 1100)], name="when"),
+        "__index_level_0__": pd.Index([str(n) for n in range(100)]),
+        None: pd.RangeIndex(5, 105),
+    }
+    for name, index in indices.items():
+        with case(name):
+            client.put("frame", pa.Table.from_pandas(pd.DataFrame({"a": range(100)}, index=index)))
+            frame = read_dissociated(client["frame"])
+            assert [*frame.columns] == ["a"] + [name] * (name is not None)
+            assert frame["a"].compute(scheduler="sync").tolist() == [*range(100)]
+            read = frame.compute(scheduler="sync")
+            assert [*read.index] == [*range(100)]
+            assert name is None or [*read[name]] == [*index]
 
 
 def test_an_empty_dataset_has_its_columns(client: dis.Client, table: pa.Table) -> None:

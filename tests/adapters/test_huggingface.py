@@ -11,7 +11,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.adapters.huggingface import to_dataset, to_iterable_dataset
-from support.helpers import wait_until
+from support.helpers import case, wait_until
 
 pytest.importorskip("datasets", reason="Hugging Face datasets is not installed: make bridges")
 
@@ -44,6 +44,19 @@ def test_only_wanted_columns_and_rows_move(server: dis.Server, client: dis.Clien
     few = to_iterable_dataset(rows, columns=["wide", "n"], filter=pc.field("n") >= 59_990, partition_bytes=MIB)
     assert [*few] == table.select(["wide", "n"]).slice(59_990).to_pylist()
     wait_until(lambda: 1_000 < server.status().totals.bytes - before < 10_000, "the bodies of ten rows were sent")
+
+
+def test_a_filter_of_several_conditions_holds_in_every_shard(client: dis.Client, table: pa.Table) -> None:
+    """`datasets` divides lists of the same length as the partitions between shards, and rejects other lists."""
+    condition = [("n", ">=", 15_000), ("third", "=", 1), ("n", "<", 50_000)]
+    expected = client["rows"].to_table(["n"], filter=condition)["n"].to_pylist()
+    for partition_bytes, shards in ((MIB, 7), (3 * MIB, 3)):
+        rows = to_iterable_dataset(client["rows"], columns=["n"], filter=condition, partition_bytes=partition_bytes)
+        with case(shards):
+            assert rows.num_shards == shards
+            assert [row["n"] for row in rows] == expected
+            assert sorted(row["n"] for row in rows.shuffle(seed=1)) == expected
+            assert [row["n"] for index in range(shards) for row in rows.shard(shards, index)] == expected
 
 
 def test_workers_read_by_themselves(client: dis.Client, table: pa.Table) -> None:

@@ -25,6 +25,7 @@ from dissociated.format.encapsulated import encapsulate, end_of_stream
 from dissociated.format.record_batch import encode_record_batch
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment, SegmentWriter
+from dissociated.training import Batches
 from ipc.vectors import BATCH, END, SCHEMA
 from support.certificates import Certificates
 from support.helpers import case
@@ -132,17 +133,19 @@ def test_a_parquet_file_that_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_parquet_that_is_written_anew_is_read_as_one_state_of_it_or_not(kind: str, tmp_path: Path) -> None:
+def test_parquet_that_is_written_anew_is_not_read_until_it_is_published_anew(kind: str, tmp_path: Path) -> None:
     """The file is overwritten in place, as is common: truncating a mapped file would crash the process."""
     file = tmp_path / "data.parquet"
+    source = file if kind == "file" else tmp_path
 
     def write(value: int, rows: int) -> None:
         table = pa.table({"n": [value] * rows, "more": [value] * rows})
         pq.write_table(table, file, row_group_size=2, compression="none", use_dictionary=False)
         os.utime(file, (value, value))  # the timestamps of file systems are coarse
 
+    modified = partial(pytest.raises, SourceError, match="was modified after it was published: publish the file anew")
     write(1, 6)
-    made = make_dataset("data", file if kind == "file" else tmp_path)
+    made = make_dataset("data", source)
     for rows in (6, 2):
         write(1, 6)
         readers = made.open_reader(), made.select(Selection(("n",))).open_reader()
@@ -150,12 +153,50 @@ def test_parquet_that_is_written_anew_is_read_as_one_state_of_it_or_not(kind: st
             assert [reader.read_next_batch()["n"].to_pylist() for reader in readers] == [[1, 1], [1, 1]]
         write(2, rows)
         for reader in readers:
-            with pytest.raises(SourceError, match="was modified during a read"):
+            with modified():
                 reader.read_all()
-    with pytest.raises(SourceError, match="has 2 rows, and had 6 at publication: publish the file anew"):
+        with modified():
+            made.open_reader()
+        with modified():
+            made.select(Selection(("n",))).open_reader()
+        assert make_dataset("data", source).open_reader().read_all()["n"].to_pylist() == [2] * rows
+    write(1, 6)
+    reader = made.open_reader()
+    file.write_bytes(b"PAR1")
+    with modified():
+        reader.read_all()
+    with modified():
         made.open_reader()
-    write(3, 6)
-    assert made.open_reader().read_all()["n"].to_pylist() == [3] * 6
+
+
+def test_a_reading_of_parquet_goes_on_after_another_file_was_renamed_over_it(tmp_path: Path) -> None:
+    file, numbers = tmp_path / "data.parquet", pa.table({"n": range(6)})
+    pq.write_table(numbers, file, row_group_size=2)
+    made = make_dataset("data", file)
+    reader = made.open_reader()
+    pq.write_table(pa.table({"n": range(10, 16)}), tmp_path / "new.parquet", row_group_size=2)
+    (tmp_path / "new.parquet").rename(file)
+    assert reader.read_all() == numbers
+    with pytest.raises(SourceError, match="was modified after it was published"):
+        made.open_reader()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_an_epoch_has_rows_of_one_state_of_a_parquet_file(tmp_path: Path, transport: str) -> None:
+    """Each block is a reading of its own. A filter selects by the positions that passed when the epoch was planned."""
+    file, numbers = tmp_path / "data.parquet", np.arange(100_000)
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        for number, condition in enumerate((None, ("n", "<", 50_000))):
+            with case(condition):
+                pq.write_table(pa.table({"n": numbers}), file, row_group_size=5_000)
+                server.publish("data", file)
+                dataset = client.dataset("data", transport=transport)
+                begun = iter(Batches(dataset, columns=["n"], batch_size=1_000, filter=condition))
+                assert next(begun)["n"].tolist() == [*range(1_000)]
+                pq.write_table(pa.table({"n": numbers[::-1].copy()}), file, row_group_size=5_000)
+                os.utime(file, (number, number))
+                with pytest.raises(dis.DissociatedError, match="was modified after it was published"):
+                    list(begun)
 
 
 def test_a_stream_that_shows_its_damage_when_it_is_read(tmp_path: Path) -> None:

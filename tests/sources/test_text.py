@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv
 import pytest
 
 import dissociated as dis
 from dissociated.datasets.text import open_text
 from dissociated.errors import DissociatedError, SourceError
+from support.helpers import case
 
 ROWS: dict[str, list[Any]] = {"id": [1, 2], "name": ["Ann", "Bob"], "since": [date(2024, 1, 31), None]}
 
@@ -159,6 +161,38 @@ def test_rows_of_null_are_read_but_where_libarrow_would_crash(tmp_path: Path) ->
     ]
     assert ended.stdout.splitlines() == expected
     assert ended.returncode == 0
+
+
+def test_quoted_line_breaks_split_no_rows_between_blocks(client: dis.Client, tmp_path: Path) -> None:
+    """Libarrow parses blocks of 16 MiB, and the first ends within a value."""
+    value, rows = "\n".join("q" * 500), 18_000
+    text = "a\n" + f'"{value}"\n' * rows
+    path = tmp_path / "lines.csv"
+    path.write_text(text)
+    assert client.put("lines", path) == rows
+    for table in client.read("lines").read_all(), open_text("-", io.BytesIO(text.encode()), "csv").read_all():
+        assert table.num_rows == rows
+        assert table["a"].unique().to_pylist() == [value]
+
+
+def test_blank_lines_of_a_single_column_are_null(client: dis.Client, tmp_path: Path) -> None:
+    """Libarrow's CSVWriter writes null as nothing. Several columns have a comma in every row."""
+    path = tmp_path / "column.csv"
+    values = [None, 1, None, *[2] * 100_000, None, None]
+    pyarrow.csv.write_csv(pa.table({"a": pa.array(values, pa.int64())}), path)
+    assert path.read_bytes().startswith(b'"a"\n\n1\n\n2\n')
+    texts: dict[str, dict[str, list[int | None]]] = {
+        path.read_text(): {"a": values},
+        "\ufeff\r\n\r\n'a'\r\n1\r\n\r\n": {"'a'": [1, None]},
+        '\n"a,\nb"\n\n1': {"a,\nb": [None, 1]},
+        "\na,b\n\n1,2\n\n": {"a": [1], "b": [2]},
+    }
+    for text, expected in texts.items():
+        with case(text[:20]):
+            path.write_text(text, newline="")
+            assert client.put("column", path) == len(next(iter(expected.values())))
+            assert client.read("column").read_all().to_pydict() == expected
+            assert open_text("-", io.BytesIO(text.encode()), "csv").read_all().to_pydict() == expected
 
 
 def test_csv_in_another_encoding_is_binary(client: dis.Client, tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ def read_dissociated(
     """Return a DataFrame of Dask over a version of a dataset. Each task reads its partition by itself.
 
     Dask pushes the selection of columns down to the server, but not its own filters: give `filter`. Columns have the
-    types of Arrow (`pandas.ArrowDtype`), so partitions with and without nulls have the same type. Tasks contain the
-    token of the dataset's client.
+    types of Arrow (`pandas.ArrowDtype`), so partitions with and without nulls have the same type. The columns
+    of an index that was published with a DataFrame of pandas are ordinary columns. Tasks contain the token of the
+    dataset's client.
 
     Args:
         dataset: The version.
@@ -71,4 +72,5 @@ def _read(partition: Partition, columns: Sequence[str], filter: Any) -> pd.DataF
 def _frame(table: pa.Table) -> pd.DataFrame:
     import pandas as pd
 
-    return table.to_pandas(types_mapper=pd.ArrowDtype)
+    # The metadata of pandas names columns of the index, which a plan may leave out, and Dask expects no other index.
+    return table.to_pandas(types_mapper=pd.ArrowDtype, ignore_metadata=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -53,10 +54,10 @@ def to_iterable_dataset(
     iterable = imported("datasets.iterable_dataset", "huggingface")
     planned = partitions(dataset, columns, filter, partition_bytes)
     features = library.Features.from_arrow_schema(selected_schema(dataset.schema, columns))
-    # Lists among the arguments are divided among shards.
-    arguments = {"partitions": planned, "columns": None if columns is None else tuple(columns), "filter": filter}
+    # `datasets` divides every list among its arguments between shards, and a filter may be a list, too.
+    tables = partial(_tables, columns=columns, filter=filter)
     return library.IterableDataset(
-        iterable.ArrowExamplesIterable(_tables, arguments), library.DatasetInfo(features=features)
+        iterable.ArrowExamplesIterable(tables, {"partitions": planned}), library.DatasetInfo(features=features)
     )
 
 

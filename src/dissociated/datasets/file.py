@@ -1,16 +1,20 @@
-"""Arrow IPC files and streams that are mapped and served in place, for as long as they are not modified.
+"""Published files, which are served for as long as they are not modified.
 
-If another file is renamed over a published file, the old file is still served. If a published file is modified in
-place, its metadata no longer matches its bytes. Readings then fail, so that no client receives wrong data.
+Arrow IPC files and streams are mapped and served in place. If another file is renamed over such a file, the old file is
+still served. If it is modified in place, its metadata no longer matches its bytes. Readings then fail, so that no
+client receives wrong data. Files of other formats are read anew for each client, by an `unchanged_reader`.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
+
+import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
 from dissociated.codec.filter.statistics import is_statistics
@@ -72,6 +76,46 @@ def _check_unchanged(path: Path, descriptor: int, published: FileState) -> None:
 def file_state(status: os.stat_result) -> FileState:
     """Return a state that differs if the file was replaced or modified."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+_T = TypeVar("_T")
+
+
+def unchanged_reader(
+    path: Path, is_unchanged: Callable[[], bool], open_reader: Callable[[], pa.RecordBatchReader]
+) -> pa.RecordBatchReader:
+    """Open a reader of a published file or directory that fails if this was modified before or during the reading.
+
+    Args:
+        path: The path, for errors.
+        is_unchanged: Returns whether the state is that at publication. An OSError counts as a change.
+        open_reader: Opens the reader.
+
+    Raises:
+        SourceError: The file was modified or deleted. Another error may only follow from that, and is its context.
+    """
+
+    def attempt(read: Callable[[], _T]) -> _T:
+        try:
+            return read()
+        finally:
+            if not _is_true(is_unchanged):
+                changed = "was modified after it was published: publish the file anew"
+                raise SourceError.for_peer(f"{str(path)!r} {changed}", f"the file {changed}")
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        while (batch := attempt(lambda: next(reader, None))) is not None:
+            yield batch
+
+    reader = attempt(open_reader)
+    return pa.RecordBatchReader.from_batches(reader.schema, batches())
+
+
+def _is_true(is_unchanged: Callable[[], bool]) -> bool:
+    try:
+        return is_unchanged()
+    except OSError:  # a file is gone
+        return False
 
 
 def check_alone(where: str, index: Index) -> None:

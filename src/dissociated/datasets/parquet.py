@@ -1,13 +1,13 @@
 """Parquet files, which are read anew for each client.
 
-A file may be replaced or rewritten in place, even while it is read. A reading gives rows of a single state of the
-file, with the schema and the number of rows that it was published with. Otherwise the reading fails.
+A file may be replaced or rewritten in place, even while it is read. Readings then fail: a version has the same rows,
+in the same batches, each time that it is read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from dissociated.codec.columns import even_batches, select_columns, select_field
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.schemas import schema_difference
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.file import PARQUET_MAGIC, FileState, file_state
+from dissociated.datasets.file import PARQUET_MAGIC, FileState, file_state, unchanged_reader
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import SourceDataset
 from dissociated.errors import SourceError
@@ -41,60 +41,60 @@ def is_parquet(path: Path) -> bool:
 def parquet_file(name: str, path: Path, options: WriteOptions | None) -> Dataset:
     """Make a dataset of one Parquet file. Raise SourceError if it cannot be read."""
     try:
-        reading = _Reading(path)
-        rows = reading.rows
+        published = _Reading(path)
+        state, file = published.state(), published.file()
+
+        def open_reader(indices: Sequence[int] | None = None) -> pa.RecordBatchReader:
+            with source_errors(name):
+                reading = _Reading(path)
+                return unchanged_reader(path, lambda: reading.state() == state, lambda: reading.reader(indices))
+
         return SourceDataset(
             name,
-            lambda: _Reading(path, rows).reader(),
+            open_reader,
             options,
-            open_columns=lambda indices: _Reading(path, rows).reader(indices),
-            rows=rows,
-            min_size=reading.min_size,
+            open_columns=open_reader,
+            rows=file.metadata.num_rows,
+            min_size=_min_size(file.schema_arrow, file.metadata),
         )
     except (OSError, pa.ArrowInvalid) as error:
         raise SourceError(f"cannot read {str(path)!r}: {error}") from error
 
 
 class _Reading:
-    """A single reading of a Parquet file.
+    """A single reading of a Parquet file. It goes on if another file is renamed over the file."""
 
-    Raises SourceError if the file does not have the published number of `rows`, and pyarrow's errors if it is invalid.
-    """
+    def __init__(self, path: Path) -> None:
+        self._source = pa.OSFile(str(path))  # not mapped, since truncating a mapped file would crash this process
 
-    def __init__(self, path: Path, rows: int | None = None) -> None:
+    def state(self) -> FileState:
+        return file_state(os.fstat(self._source.fileno()))
+
+    def file(self) -> Any:
+        """Read the footer."""
         import pyarrow.parquet
 
-        self._path = path
-        self._source = pa.OSFile(str(path))  # not mapped, since truncating a mapped file would crash this process
-        self._opened = self._state()
-        self._file = pyarrow.parquet.ParquetFile(self._source, buffer_size=_BUFFER_SIZE)
-        self.rows: int = self._file.metadata.num_rows
-        self.min_size = _min_size(self._file.schema_arrow, self._file.metadata)
-        _check_rows(path, self.rows, rows)
+        return pyarrow.parquet.ParquetFile(self._source, buffer_size=_BUFFER_SIZE)
 
-    def reader(self, indices: Sequence[int] | None = None) -> pa.RecordBatchReader:
-        """Open a reader of the columns at these positions, or of all columns. Skip positions that do not exist."""
-        schema = self._file.schema_arrow
+    def reader(self, indices: Sequence[int] | None) -> pa.RecordBatchReader:
+        """Open a reader of the columns at these positions, or of all columns."""
+        file = self.file()
+        schema = file.schema_arrow
         columns = None
         if indices is not None:
             names = schema.names
-            # The file may have been replaced by one with fewer columns. The caller compares the schemas.
-            indices = [index for index in indices if index < len(names)]
             if len(set(names)) < len(names) or any("." in name for name in names):
                 # pyarrow selects Parquet columns by name or dotted path, which is ambiguous for these names.
-                return select_columns(self.reader(), indices)
+                return select_columns(self.reader(None), indices)
             schema = select_fields(schema, indices)
             columns = schema.names
-        unchanged = _unchanged(self._batches(columns), lambda: self._state() == self._opened, self._path)
-        return pa.RecordBatchReader.from_batches(schema, unchanged)
+        return pa.RecordBatchReader.from_batches(schema, _batches(file, columns))
 
-    def _batches(self, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
-        size = _batch_rows(self._file.metadata)
-        for number in range(self._file.num_row_groups):
-            yield from even_batches(self._file.iter_batches(size, [number], columns), size)
 
-    def _state(self) -> FileState:
-        return file_state(os.fstat(self._source.fileno()))
+def _batches(file: Any, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+    size = _batch_rows(file.metadata)
+    for number in range(file.num_row_groups):
+        yield from even_batches(file.iter_batches(size, [number], columns), size)
 
 
 def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Dataset:
@@ -119,7 +119,14 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
             [str(file) for file in files], schema, "parquet", partitioning="hive", partition_base_dir=str(path)
         )
 
-    def inspect() -> tuple[pa.Schema, int, int]:
+    def open_reader() -> pa.RecordBatchReader:
+        with source_errors(name):
+            return unchanged_reader(
+                path, lambda: states() == published, lambda: open_files(inspected.schema).scanner().to_reader()
+            )
+
+    with source_errors(name):
+        published = states()
         inspected = open_files()
         fragments = [*inspected.get_fragments()]
         common = fragments[0].physical_schema
@@ -132,22 +139,8 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
                     f"the files have different schemas: {difference}",
                 )
         rows = sum(fragment.metadata.num_rows for fragment in fragments)
-        return inspected.schema, rows, sum(_min_size(common, fragment.metadata) for fragment in fragments)
-
-    def open_reader() -> pa.RecordBatchReader:
-        with source_errors(name):
-            opened = states()
-            schema, found_rows, _ = inspect()
-            _check_rows(path, found_rows, rows)
-            # The files are opened anew. The dataset that was inspected caches the position of columns in each file, and
-            # would read at these positions even after a file was replaced.
-            reader = open_files(schema).scanner().to_reader()
-            unchanged = _unchanged(reader, lambda: states() == opened, path)
-            return pa.RecordBatchReader.from_batches(reader.schema, unchanged)
-
-    with source_errors(name):
-        _, rows, min_size = inspect()
-    return SourceDataset(name, open_reader, options, rows=rows, min_size=min_size)
+        min_size = sum(_min_size(common, fragment.metadata) for fragment in fragments)
+        return SourceDataset(name, open_reader, options, rows=rows, min_size=min_size)
 
 
 def _parquet_files(directory: Path) -> Iterator[Path]:
@@ -165,45 +158,6 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
             yield entry
         else:
             raise SourceError(f"cannot publish {str(directory)!r}: {_DIRECTORY} ({entry.name!r} is not a Parquet file)")
-
-
-def _check_rows(path: Path, found_rows: int, published_rows: int | None) -> None:
-    """Raise SourceError if the number of rows has changed since publication, since clients rely on that number."""
-    if published_rows is not None and found_rows != published_rows:
-        changed = f"has {found_rows:,} rows, and had {published_rows:,} at publication: publish the file anew"
-        raise SourceError.for_peer(f"{str(path)!r} {changed}", f"the file {changed}")
-
-
-def _unchanged(
-    batches: Iterator[pa.RecordBatch], is_unchanged: Callable[[], bool], path: Path
-) -> Iterator[pa.RecordBatch]:
-    """Yield `batches`, each only after the file is found unchanged.
-
-    Raises:
-        SourceError: The file was modified or deleted since it was opened.
-    """
-    while True:
-        failed: Exception | None = None
-        batch = None
-        try:
-            batch = next(batches, None)
-        except (pa.ArrowException, OSError) as error:
-            failed = error
-        if not _is_true(is_unchanged):
-            changed = "was modified during a read: read the dataset again"
-            raise SourceError.for_peer(f"{str(path)!r} {changed}", f"the file {changed}") from failed
-        if failed is not None:
-            raise failed
-        if batch is None:
-            return
-        yield batch
-
-
-def _is_true(is_unchanged: Callable[[], bool]) -> bool:
-    try:
-        return is_unchanged()
-    except OSError:  # a file is gone
-        return False
 
 
 def _min_size(schema: pa.Schema, metadata: Any) -> int:

@@ -45,7 +45,7 @@ def make_dataset(
     - A path to an Arrow IPC stream or file is mapped and served in place. A stream must end with its end-of-stream
       marker, and no other data may follow. A path to a Parquet file, or to a directory of them, is read anew for each
       client. So is a path that ends in `.csv`, `.jsonl` or `.ndjson` (JSON lines); types are inferred from its first
-      16 MB.
+      16 MB. After any change of these files, reading them raises an error until they are published anew.
     - A RecordBatchReader, or an iterator of record batches such as a generator, can be read once, by one client.
     - A callable is called once to learn the schema, and again for each client. It must return the same stream each
       time: a reader, an object with `__arrow_c_stream__`, or an iterator or a list of record batches.

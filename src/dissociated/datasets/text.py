@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
@@ -16,7 +17,7 @@ import pyarrow.compute as pc
 
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.file import FileState, file_state
+from dissociated.datasets.file import file_state, unchanged_reader
 from dissociated.datasets.source_errors import concealed, source_errors
 from dissociated.datasets.streamed import SourceDataset
 from dissociated.errors import SourceError
@@ -24,6 +25,7 @@ from dissociated.errors import SourceError
 #: The format of a text by the ending of its file, since the content does not show it.
 TEXT_FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 _BLOCK_SIZE = 16 << 20  # bytes of text; the types of the columns are inferred from the first block
+_HEADER_SIZE = 1 << 16  # bytes of CSV in which the header is looked for
 _EXACT = 1 << 53  # doubles hold every integer below
 _LONG_INTEGER = re.compile(rb"(?<![0-9.])[0-9]{16,}(?![0-9.eE])")
 #: The beginning of a text whose first value is null.
@@ -52,26 +54,13 @@ def text_file(name: str, path: Path, options: WriteOptions | None = None, format
         state = file_state(path.stat())
         if not path.stat().st_size:
             raise SourceError(f"cannot publish {str(path)!r}: the file is empty")
-        return SourceDataset(name, lambda: _open_unchanged(name, path, format, state), options)
 
+        def open_reader() -> pa.RecordBatchReader:
+            return unchanged_reader(
+                path, lambda: file_state(path.stat()) == state, lambda: open_text(name, str(path), format)
+            )
 
-def _open_unchanged(name: str, path: Path, format: str, state: FileState) -> pa.RecordBatchReader:
-    """Open a reader that fails if the file was modified before or during the reading."""
-
-    def check() -> None:
-        if file_state(path.stat()) != state:
-            raise SourceError.for_peer(f"{str(path)!r} was modified after it was published: publish the file anew")
-
-    check()
-    reader = open_text(name, str(path), format)
-
-    def checked() -> Iterator[pa.RecordBatch]:
-        for batch in reader:
-            check()
-            yield batch
-        check()
-
-    return pa.RecordBatchReader.from_batches(reader.schema, checked())
+        return SourceDataset(name, open_reader, options)
 
 
 def open_text(name: str, source: Any, format: str) -> pa.RecordBatchReader:
@@ -103,8 +92,29 @@ def _open_csv(source: Any, use_threads: bool | None = None, **convert: Any) -> p
     import pyarrow.csv
 
     use_threads = isinstance(source, str) if use_threads is None else use_threads
+    blank_lines, columns = _header(source)
     options = pyarrow.csv.ReadOptions(block_size=_BLOCK_SIZE, use_threads=use_threads)
-    return pyarrow.csv.open_csv(source, options, convert_options=pyarrow.csv.ConvertOptions(**convert))
+    # Without `newlines_in_values`, libarrow ends a block at any line break, and a quoted value that has one there
+    # becomes two rows.
+    parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    if columns == 1:  # then a blank line is a row whose value is null, as which libarrow writes it
+        options.skip_rows = blank_lines
+        parsing.ignore_empty_lines = False
+    return pyarrow.csv.open_csv(source, options, parsing, pyarrow.csv.ConvertOptions(**convert))
+
+
+def _header(source: Any) -> tuple[int, int]:
+    """Return the number of blank lines before the header of CSV, and the number of columns; 0 if there is no header."""
+    if isinstance(source, str):
+        with pa.input_stream(source) as file:
+            beginning = file.read(_HEADER_SIZE)
+    else:
+        beginning = source.beginning
+    lines = io.StringIO(beginning.decode("utf-8-sig", "replace"), newline="")
+    for blank_lines, fields in enumerate(csv.reader(lines)):
+        if fields:
+            return blank_lines, len(fields)
+    return 0, 0
 
 
 def _open_json(source: Any) -> pa.RecordBatchReader:
@@ -232,6 +242,9 @@ class _WatchedText(io.RawIOBase):
 
     def __init__(self, source: Any) -> None:
         self._source = source
+        #: The first bytes.
+        self.beginning: bytes = source.read(_HEADER_SIZE)
+        self._unread = self.beginning
         self._before = b""  # an integer can begin in one piece and end in the next
         #: Whether there may have been such integers so far.
         self.has_long_integers = False
@@ -240,7 +253,9 @@ class _WatchedText(io.RawIOBase):
         return True
 
     def read(self, size: int = -1) -> bytes:
-        text: bytes = self._source.read(size)
+        # The first block must be whole, since types are inferred from it. libarrow reads whole blocks.
+        text: bytes = self._unread + self._source.read(size - len(self._unread))
+        self._unread = b""
         if not self.has_long_integers:
             searched = self._before + text
             is_suspect = b"0" * 16 in searched.translate(_ALL_DIGITS_AS_0)  # ten times as fast as the expression
