@@ -234,17 +234,17 @@ class _Nulls(Exception):
 def view(array: pa.Array) -> Array:
     """Return the values of `array` as a NumPy array, without a copy except for booleans.
 
-    Fixed-size lists and fixed-shape tensors become further dimensions: the shape is `(rows, ...)`. Decimals become
+    Fixed-size lists and fixed-shape tensors become further dimensions: the shape is `(rows, ...)`. The dimensions of
+    tensors are in their logical order, so an array of tensors with a permutation is not contiguous. Decimals become
     integers in units of their last digit; dates and times become integers in their own unit, since 1970 or midnight.
     """
     if array.null_count:
         raise _Nulls
     type_ = array.type
     if isinstance(type_, pa.FixedShapeTensorType):
-        if array.storage.flatten().null_count:
-            raise _Nulls
-        tensors: Array = array.to_numpy_ndarray()
-        return tensors
+        tensors = view(array.storage).reshape(len(array), *type_.shape)
+        # pyarrow's own conversion has wrong strides for some permutations of three dimensions.
+        return tensors.transpose(0, *(1 + axis for axis in type_.permutation or range(len(type_.shape))))
     if types.is_fixed_size_list(type_):
         values = view(array.flatten())
         return values.reshape(len(array), type_.list_size, *values.shape[1:])

@@ -96,10 +96,11 @@ class _Items:
     def __init__(self, arrays: Sequence[Array], addresses: Positions, stop: int) -> None:
         self._arrays = arrays
         first = arrays[0]
+        self._stride, *strides = (stride // first.itemsize for stride in first.strides)  # in items, along each axis
         # If a row has several items: their offsets from its first item.
         self._shape = first.shape[1:]
-        self._offsets = np.arange(first[0].size) if self._shape else None
-        self._stride = first.strides[0] // first.itemsize  # items from one row to the next
+        axes = [np.arange(size) * stride for size, stride in zip(self._shape, strides, strict=True)]
+        self._offsets: Positions | None = np.sum(np.meshgrid(*axes, indexing="ij"), axis=0).ravel() if axes else None
         self._addresses, self._stop = addresses, stop
         self._all, self._starts = _cover(addresses, stop, first.dtype)
 
@@ -117,9 +118,8 @@ class _Items:
         """Return the items of `arrays`, which are copied if they are not aligned or have different strides."""
         first = arrays[0]
         addresses = np.array([_address(array) for array in arrays], np.int64)
-        regular = all(array[0].flags.c_contiguous and array.strides[0] == first.strides[0] for array in arrays)
-        if not regular or first.strides[0] % first.itemsize or (addresses % first.itemsize).any():
-            first = np.concatenate(arrays)
+        if any(array.strides != first.strides for array in arrays) or (addresses % first.itemsize).any():
+            first = np.ascontiguousarray(np.concatenate(arrays))  # `concatenate` keeps the order of axes in memory
             addresses = _address(first) + (np.cumsum(lengths) - lengths) * first.strides[0]
             arrays = [first]
         return cls(arrays, addresses, int((addresses + first.strides[0] * lengths).max()))
