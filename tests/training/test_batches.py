@@ -500,7 +500,8 @@ def test_codes_and_lists(server: dis.Server, client: dis.Client, transport: str,
 
 
 def test_options_of_columns_that_contradict_are_refused(server: dis.Server, client: dis.Client) -> None:
-    published(server, "mixed", pa.table({"n": [1, 2], "s": ["a", "b"], "l": [[1], None], "m": [[["x"]], []]}))
+    columns = {"n": [1, 2], "s": ["a", "b"], "l": [[1], None], "m": [[["x"]], []], "n_mask": [3, 4]}
+    published(server, "mixed", pa.table(columns))
     wrongs: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"columns": "n"}, OptionError, "columns is a list of names"),
         ({"features": "n"}, OptionError, "features is a list of names"),
@@ -513,10 +514,14 @@ def test_options_of_columns_that_contradict_are_refused(server: dis.Server, clie
         ({"columns": ["m"]}, WrongKind, r"'m' is list.*codes="),
         ({"columns": [], "codes": ["s"], "fill": {"s": 1}}, OptionError, "its nulls are not replaced"),
         ({"columns": ["n", "s"], "features": {"s": ["n"]}, "codes": ["s"]}, OptionError, "both called 's'"),
+        ({"columns": ["n", "n_mask"], "mask": ["n"]}, OptionError, "a column and the mask of column 'n'"),
+        ({"columns": ["n"], "features": {"n_mask": ["n"]}, "mask": ["n"]}, OptionError, "a matrix and the mask"),
     ]
     for options, kind, message in wrongs:
         with pytest.raises(kind, match=message):
             Batches(client["mixed"], **options)
+    (packed,) = Batches(client["mixed"], columns=["n"], features=["n_mask"], mask=["n"])  # which has no such column
+    assert packed["n_mask"].tolist() == [True, True]
     with pytest.raises(OptionError, match="'l' has lists that are null"):
         [*Batches(client["mixed"], columns=["l"])]
 

@@ -88,6 +88,10 @@ class ArrayColumns:
                 raise WrongKind(f"column {name!r} of features= is {self._types[name]}, which is not one number")
         #: The columns that are not packed into a matrix.
         self.names = [name for name in schema.names if name not in packed]
+        for name in mask:
+            if mask_name(name) in (*self.names, *matrices):
+                kind = "matrix" if mask_name(name) in matrices else "column"
+                raise OptionError(f"a {kind} and the mask of column {name!r} are both called {mask_name(name)!r}")
 
     def type(self, name: str) -> pa.DataType:
         """Return the Arrow type of a column."""

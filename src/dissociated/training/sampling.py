@@ -43,7 +43,7 @@ class Sampling:
       `dictionaries` has; -1 is null. The distinct values are found before the first batch.
     - `fill`: the numbers that replace the nulls of columns, by column.
     - `mask`: columns whose nulls are 0, or as `fill` says. `batch["x_mask"]` says which values of `x` are not
-      null.
+      null. No column that is read, and no matrix, may have this name.
     - `rank`, `world_size`: the number of the part to read, and the number of parts. Together, the parts contain every
       row exactly once. All parts have the same number of batches, unless `batch_size` is 1 or there are fewer rows than
       parts. Default: everything; for PyTorch, the part of this process in `torch.distributed` if that is initialized,
