@@ -442,6 +442,33 @@ def test_features_are_one_matrix(server: dis.Server, client: dis.Client, transpo
 
 
 @pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_no_number_of_a_matrix_is_rounded(
+    server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str
+) -> None:
+    limit = 2**53
+    wide: dict[str, pa.Array] = {
+        "i": pa.array([-limit, None, limit + 1], pa.int64()),
+        "u": pa.array([0, limit, limit + 1], pa.uint64()),
+        "t": pa.array([0, 1, -limit - 1], pa.timestamp("us")),
+        "d": pa.array([Decimal(1), Decimal(-limit), Decimal(limit + 1)], pa.decimal128(18, 0)),
+    }
+    published(server, "wide", pa.table({**wide, "f": [0.5, 1.5, 2.5], "n": range(3)}))
+    options: dict[str, Any] = {"columns": [], "shuffle": shuffle, "batch_size": 2}
+    handle = client.dataset("wide", transport=transport)
+    fitting = {"i": [-limit, 7], "u": [0, limit], "t": [0, 1], "d": [-limit, 1]}
+    for name, values in fitting.items():
+        with case(name):
+            made: dict[str, Any] = {**options, "features": ["f", name], "fill": {"i": 7} if name == "i" else {}}
+            with pytest.raises(OptionError, match=f"column '{name}' of features= has -?{limit + 1}, which .* rounds"):
+                [*Batches(handle, **made)]
+            (batch,) = Batches(handle, filter=[("n", "<", 2)], **made)
+            assert sorted(batch["features"][:, 1].tolist()) == values
+    options |= {"fill": {"i": 7}, "batch_size": 3}
+    (whole,) = Batches(handle, features=["i", "t", "d"], **options)
+    assert sorted(whole["features"].tolist()) == [[-limit, 0, 1], [7, 1, -limit], [limit + 1, -limit - 1, limit + 1]]
+
+
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
 def test_nulls_are_replaced(server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str) -> None:
     values: dict[str, list[Any]] = {
         "i": [None if n % 3 == 0 else n for n in range(200)],

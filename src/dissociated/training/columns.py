@@ -19,6 +19,7 @@ Array: TypeAlias = "npt.NDArray[Any]"
 Column: TypeAlias = Any
 
 _INT64_DIGITS = 18  # the most digits with which every decimal fits into 64 bits
+_MAX_WHOLE = 1 << 53  # float64 has every whole number up to this magnitude
 _UNKNOWN_WIDTH = 32  # assumed bytes of a string or nested value
 
 
@@ -108,7 +109,10 @@ class ArrayColumns:
         return name not in self._as_arrow and name not in self.codes and not self.is_list(name)
 
     def matrix_type(self, name: str) -> np.dtype[Any]:
-        """Return the type of the items of a matrix, which holds the values of all of its columns."""
+        """Return the type of the items of a matrix: NumPy's common type of its columns.
+
+        It is float64 if integers of 64 bits are mixed with floats, or signed with unsigned ones. See `check_fits`.
+        """
         kinds = [np.dtype(np.bool_) if types.is_boolean(t) else _kind(t) for t in map(self.type, self.matrices[name])]
         kind: np.dtype[Any] = np.result_type(*(kind for kind in kinds if kind is not None))
         return kind
@@ -120,7 +124,7 @@ class ArrayColumns:
         taken faster.
 
         Raises:
-            OptionError: A column of numbers has nulls that are not replaced.
+            OptionError: A column of numbers has nulls that are not replaced, or numbers that a matrix would round.
         """
         joined = {name: self._join(name, [piece.column(name) for piece in pieces]) for name in self.names}
         joined.update((name, self._pack(name, pieces, by_row)) for name in self.matrices)
@@ -149,7 +153,9 @@ class ArrayColumns:
                 part[:] = piece.select(columns).to_tensor(row_major=by_row).to_numpy()
             else:
                 for at, column in enumerate(columns):
-                    part[:, at] = self.view(column, piece.column(column))
+                    values = self.view(column, piece.column(column))
+                    check_fits([column], values, kind)
+                    part[:, at] = values
         return matrix
 
     def view(self, name: str, array: pa.Array) -> Array:
@@ -201,6 +207,24 @@ class ArrayColumns:
 def mask_name(column: str) -> str:
     """Return the name of the array that says which values of a column were not null."""
     return f"{column}_mask"
+
+
+def check_fits(names: Sequence[str], values: Array, kind: np.dtype[Any]) -> None:
+    """Raise OptionError if a matrix of `kind` would round some of `values`, which have a row for each column.
+
+    Only float64 can: no narrower float is the common type of integers that it rounds.
+    """
+    if kind.kind != "f" or values.dtype.kind not in "iu" or values.itemsize < 8 or not values.size:
+        return
+    if values.min() >= -_MAX_WHOLE and values.max() <= _MAX_WHOLE:
+        return
+    for name, row in zip(names, values.reshape(len(names), -1), strict=True):
+        for value in (row.min(), row.max()):
+            if abs(int(value)) > _MAX_WHOLE:
+                raise OptionError(
+                    f"column {name!r} of features= has {value}, which a matrix of {kind} rounds: leave it out of the "
+                    "matrix, or put only integers of its sign and size into the matrix"
+                )
 
 
 def valid(array: pa.Array) -> Array:

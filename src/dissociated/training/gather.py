@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
-from dissociated.training.columns import Array, ArrayColumns, Column, is_scalar, mask_name
+from dissociated.training.columns import Array, ArrayColumns, Column, check_fits, is_scalar, mask_name
 from dissociated.training.permutation import Positions
 
 _POSITIONS = 1 << 13  # of values that are read together: more do not fit into the cache of a core, which takes longer
@@ -65,7 +65,7 @@ class Gatherer:
         sources: list[Any] = []
         if self._batches:
             sources = [self._source(column, [batch.column(column) for batch in self._batches]) for column in columns]
-        return _Matrix(self._columns.matrix_type(name), len(columns), sources)
+        return _Matrix(self._columns.matrix_type(name), columns, sources)
 
     def take(self, rows: Positions) -> dict[str, Column]:
         """Return copies of the rows with these numbers. Raise IndexError if a number is not that of a row."""
@@ -244,8 +244,8 @@ class _Filled:
 class _Matrix:
     """The sources of numbers that are packed into a matrix. Those of one layout are joined, and read together."""
 
-    def __init__(self, kind: np.dtype[Any], width: int, sources: Sequence[Any]) -> None:
-        self._kind, self._width = kind, width
+    def __init__(self, kind: np.dtype[Any], names: Sequence[str], sources: Sequence[Any]) -> None:
+        self._kind, self._names = kind, names
         self._joined: list[tuple[list[int], Any]] = []
         places: dict[object, list[int]] = {}
         for at, source in enumerate(sources):
@@ -255,12 +255,14 @@ class _Matrix:
             self._joined.append((together, type(columns[0]).join(columns)))
 
     def take(self, batch: Positions, within: Positions) -> Array:
-        matrix = np.empty((self._width, len(batch)), self._kind)
+        matrix = np.empty((len(self._names), len(batch)), self._kind)
         count = max(1, _POSITIONS // max(1, len(batch)))
         for together, columns in self._joined:
             for first in range(0, len(together), count):
                 some = slice(first, first + count)
-                matrix[together[some]] = columns.take_columns(some, batch, within)
+                values = columns.take_columns(some, batch, within)
+                check_fits([self._names[at] for at in together[some]], values, self._kind)
+                matrix[together[some]] = values
         return matrix.T
 
 

@@ -38,7 +38,8 @@ class Sampling:
     - `drop_last`: leave out batches that are not full.
     - `as_arrow`: columns to return as pyarrow Arrays: strings, nested types, columns with nulls.
     - `features`: columns of numbers to pack into one matrix, `batch["features"]`, with a column for each. A mapping has
-      the columns of several matrices by name. The type of a matrix holds the values of all of its columns.
+      the columns of several matrices by name. The type of a matrix is NumPy's common type of its columns. Where that is
+      `float64`, an integer, date or decimal beyond 2^53 raises OptionError, since it would be rounded.
     - `codes`: columns of strings or other values to return as numbers, from 0 on, of their distinct values, which
       `dictionaries` has; -1 is null. The distinct values are found before the first batch.
     - `fill`: the numbers that replace the nulls of columns, by column.
