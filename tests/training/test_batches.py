@@ -500,6 +500,39 @@ def test_nulls_are_replaced(server: dis.Server, client: dis.Client, transport: s
 
 
 @pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_nulls_of_each_type_are_replaced(
+    server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str
+) -> None:
+    tensor = pa.fixed_shape_tensor(pa.int16(), [2, 1])
+    lists = pa.array([[1, 2], None, [5, 6]], pa.list_(pa.int16(), 2))
+    columns: dict[str, tuple[pa.Array, Any, list[Any]]] = {  # with a replacement, and the values with the default
+        "flag": (pa.array([True, None, False]), True, [True, False, False]),
+        "list": (lists, [7, 8], [[1, 2], [0, 0], [5, 6]]),
+        "flags": (pa.array([[True], None, [True]], pa.list_(pa.bool_(), 1)), [True], [[True], [False], [True]]),
+        "tensor": (pa.ExtensionArray.from_storage(tensor, lists), [7, 8], [[[1], [2]], [[0], [0]], [[5], [6]]]),
+        "small": (pa.array([Decimal(1), None, Decimal(3)], pa.decimal32(5, 1)), Decimal("0.2"), [10, 0, 30]),
+        "mid": (pa.array([Decimal(1), None, Decimal(3)], pa.decimal64(12, 1)), Decimal("0.2"), [10, 0, 30]),
+        "half": (pa.array([1.5, None, 2.5], pa.float16()), 0.5, [1.5, 0, 2.5]),
+        "time": (pa.array([1, None, 3], pa.timestamp("ms")), datetime(1970, 1, 1, 0, 0, 2), [1, 0, 3]),
+    }
+    replaced = {"flag": True, "list": [7, 8], "flags": [True], "tensor": [[7], [8]], "small": 2, "mid": 2}
+    replaced |= {"half": 0.5, "time": 2000}
+    table = pa.table({**{name: array for name, (array, _, _) in columns.items()}, "row": range(3)})
+    server.publish("all nulls", pa.Table.from_batches(table.to_batches(max_chunksize=2)))
+    handle = client.dataset("all nulls", transport=transport)
+    for name, (array, replacement, zeroed) in columns.items():
+        kind = next(iter(Batches(handle, columns=[name], filter=[("row", "=", 0)])))[name].dtype
+        expected = [zeroed[0], replaced[name], zeroed[2]]
+        for fill, values in (({name: replacement}, expected), ({}, zeroed)):
+            with case(f"{array.type}, filled with {fill}"):
+                made = Batches(handle, columns=["row", name], fill=fill, mask=[name], shuffle=shuffle, batch_size=1)
+                batches = sorted(made, key=lambda batch: int(batch["row"][0]))
+                assert [batch[name][0].tolist() for batch in batches] == values
+                assert {batch[name].dtype for batch in batches} == {kind}
+                assert [batch[f"{name}_mask"].tolist() for batch in batches] == [[True], [False], [True]]
+
+
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
 def test_codes_and_lists(server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str) -> None:
     words = [None if n % 11 == 0 else f"w{n % 5}" for n in range(200)]
     lists = [[*range(n % 4)] for n in range(200)]

@@ -70,7 +70,7 @@ class ArrayColumns:
         self._as_arrow = {*as_arrow}
         self.matrices = {name: [*columns] for name, columns in matrices.items()}
         self.codes = dict(codes)
-        self.fill = {**dict.fromkeys(mask, 0), **fill}
+        self.fill = {**{name: _zero(self._types[name]) for name in mask}, **fill}
         self.masks = [*mask]
         for name in self.fill.keys() & {*as_arrow, *codes}:
             raise OptionError(f"column {name!r} is not read as numbers, so its nulls are not replaced")
@@ -174,11 +174,15 @@ class ArrayColumns:
 
     def filled(self, name: str, array: pa.Array) -> pa.Array:
         """Return the array with its nulls replaced. Raise OptionError if the replacement is no value of its type."""
+        type_ = array.type
+        is_tensor = isinstance(type_, pa.FixedShapeTensorType)
+        storage = array.storage if is_tensor else array
         try:
-            filled: pa.Array = array.fill_null(pa.scalar(self.fill[name], array.type))
-            return filled
+            # pyarrow gives small decimals a wider type.
+            filled = storage.fill_null(pa.scalar(self.fill[name], storage.type)).cast(storage.type)
+            return pa.ExtensionArray.from_storage(type_, filled) if is_tensor else filled
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            raise OptionError(f"fill= has {self.fill[name]!r}, which is no {array.type} as column {name!r}") from None
+            raise OptionError(f"fill= has {self.fill[name]!r}, which is no {type_} as column {name!r}") from None
 
     def encode(self, name: str, array: pa.Array) -> Array:
         """Return the codes of the values of a column: their positions among its distinct values; -1 for null."""
@@ -295,6 +299,15 @@ def _is_numeric(type_: pa.DataType) -> bool:
     if types.is_fixed_size_list(type_):
         return _is_numeric(type_.value_type)
     return bool(types.is_boolean(type_)) or _kind(type_) is not None
+
+
+def _zero(type_: pa.DataType) -> Any:
+    """Return the value that replaces nulls of this type by default."""
+    if isinstance(type_, pa.FixedShapeTensorType):
+        return _zero(type_.storage_type)
+    if types.is_fixed_size_list(type_):
+        return [_zero(type_.value_type)] * type_.list_size
+    return False if types.is_boolean(type_) else 0
 
 
 def is_scalar(type_: pa.DataType) -> bool:

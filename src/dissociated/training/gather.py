@@ -45,6 +45,9 @@ class Gatherer:
         if not arrays or not columns.is_numeric(name):
             return _Arrow(arrays, columns.type(name))
         if name in columns.fill and any(array.null_count for array in arrays):
+            if not is_scalar(columns.type(name)):  # lists below a null have values of their own, which may be null
+                filled = [columns.filled(name, array) if array.null_count else array for array in arrays]
+                return self._source(name, filled)
             fill = columns.view(name, columns.filled(name, pa.nulls(1, columns.type(name))))[0]
             plain = [_without_nulls(array) for array in arrays]
             return _Filled(self._source(name, plain), _Bits.of_validity(arrays), fill)
