@@ -559,6 +559,37 @@ def test_codes_and_lists(server: dis.Server, client: dis.Client, transport: str,
     assert sorted(batches.dictionaries["word"].to_pylist()) == ["w0", "w1", "w2", "w3", "w4"]
 
 
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_codes_of_strings_that_pyarrow_cannot_join(
+    server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str
+) -> None:
+    words = [[f"{part} {n}" for n in range(100)] for part in ("a", "b")]  # together, more than int8 can number
+    indices = pa.array(range(100), pa.int8())
+    holes = [pa.array([None, *part[1:]]) for part in words]
+    columns: dict[str, tuple[list[pa.Array], list[str | None]]] = {
+        "view": ([pa.array(part, pa.string_view()) for part in words], [*words[0], *words[1]]),
+        "null": (
+            [pa.DictionaryArray.from_arrays(indices, part) for part in holes],
+            [None, *words[0][1:], None, *words[1][1:]],
+        ),
+        "wide": ([pa.DictionaryArray.from_arrays(indices, part) for part in words], [*words[0], *words[1]]),
+    }
+    for name, (arrays, values) in columns.items():
+        tables = [pa.table({"n": range(100 * at, 100 * at + 100), name: array}) for at, array in enumerate(arrays)]
+        server.publish(f"not joined {name}", pa.concat_tables(tables))
+        handle = client.dataset(f"not joined {name}", transport=transport)
+        with case(name):
+            batches = Batches(handle, codes=[name], batch_size=64, shuffle=shuffle)
+            found: dict[int, str | None] = {}
+            for batch in batches:
+                names = [*batches.dictionaries[name].to_pylist(), None]  # -1 is null
+                found |= zip(batch["n"].tolist(), (names[code] for code in batch[name].tolist()), strict=True)
+            assert [found[row] for row in range(200)] == values
+            if shuffle or name != "view":
+                with pytest.raises(OptionError, match=f"pyarrow cannot put rows of column '{name}' together"):
+                    [*Batches(handle, as_arrow=[name], batch_size=200, shuffle=shuffle)]
+
+
 def test_options_of_columns_that_contradict_are_refused(server: dis.Server, client: dis.Client) -> None:
     columns = {"n": [1, 2], "s": ["a", "b"], "l": [[1], None], "m": [[["x"]], []], "n_mask": [3, 4]}
     published(server, "mixed", pa.table(columns))
@@ -572,6 +603,7 @@ def test_options_of_columns_that_contradict_are_refused(server: dis.Server, clie
         ({"columns": ["n"], "codes": ["no"]}, ColumnNotFound, "no"),
         ({"columns": [], "features": ["n", "s"]}, WrongKind, "'s' is string"),
         ({"columns": ["m"]}, WrongKind, r"'m' is list.*codes="),
+        ({"columns": [], "codes": ["m"]}, WrongKind, "'m' of codes= is list.* pyarrow cannot find"),
         ({"columns": [], "codes": ["s"], "fill": {"s": 1}}, OptionError, "its nulls are not replaced"),
         ({"columns": ["n", "s"], "features": {"s": ["n"]}, "codes": ["s"]}, OptionError, "both called 's'"),
         ({"columns": ["n", "n_mask"], "mask": ["n"]}, OptionError, "a column and the mask of column 'n'"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -124,7 +125,8 @@ class ArrayColumns:
         taken faster.
 
         Raises:
-            OptionError: A column of numbers has nulls that are not replaced, or numbers that a matrix would round.
+            OptionError: A column of numbers has nulls that are not replaced, or numbers that a matrix would round; or
+                pyarrow cannot join a column of another kind.
         """
         joined = {name: self._join(name, [piece.column(name) for piece in pieces]) for name in self.names}
         joined.update((name, self._pack(name, pieces, by_row)) for name in self.matrices)
@@ -136,7 +138,8 @@ class ArrayColumns:
         if name in self.codes:
             return np.concatenate([self.encode(name, piece) for piece in pieces])
         if name in self._as_arrow or self.is_list(name):
-            return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
+            with rearranging(name):
+                return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
         arrays = [self.view(name, piece) for piece in pieces]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
@@ -190,10 +193,10 @@ class ArrayColumns:
 
         values = self.codes[name]
         if not types.is_dictionary(array.type):
-            codes: Array = pc.index_in(array, values).fill_null(-1).to_numpy().astype(np.int32, copy=False)
+            codes: Array = pc.index_in(plain(array), values).fill_null(-1).to_numpy().astype(np.int32, copy=False)
             return codes
         # The code of each index of the dictionary, and at the end that of null, to which null indices are mapped.
-        code_of_index = [*pc.index_in(array.dictionary, values).fill_null(-1).to_pylist(), -1]
+        code_of_index = [*pc.index_in(plain(array.dictionary), values).fill_null(-1).to_pylist(), -1]
         indices = array.indices.cast(pa.int64()).fill_null(len(code_of_index) - 1).to_numpy()
         encoded: Array = np.array(code_of_index, np.int32)[indices]
         return encoded
@@ -241,22 +244,45 @@ def valid(array: pa.Array) -> Array:
 
 def take(columns: Mapping[str, Column], rows: Array) -> dict[str, Column]:
     """Return copies of the rows of a batch that have these positions."""
-    return {
-        name: column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
-        for name, column in columns.items()
-    }
+    taken: dict[str, Column] = {}
+    for name, column in columns.items():
+        if isinstance(column, pa.Array):
+            with rearranging(name):
+                taken[name] = column.take(pa.array(rows))
+        else:
+            taken[name] = column[rows]
+    return taken
 
 
 def join(parts: Sequence[Mapping[str, Column]]) -> Mapping[str, Column]:
     """Join batches of the same columns into one, which needs no copy if there is only one."""
     if len(parts) == 1:
         return parts[0]
-    return {
-        name: pa.concat_arrays([part[name] for part in parts])
-        if isinstance(column, pa.Array)
-        else np.concatenate([part[name] for part in parts])
-        for name, column in parts[0].items()
-    }
+    joined: dict[str, Column] = {}
+    for name, column in parts[0].items():
+        pieces = [part[name] for part in parts]
+        with rearranging(name):
+            joined[name] = pa.concat_arrays(pieces) if isinstance(column, pa.Array) else np.concatenate(pieces)
+    return joined
+
+
+@contextmanager
+def rearranging(name: str) -> Iterator[None]:
+    """Raise OptionError if pyarrow cannot join or take the values of a column, such as strings in views."""
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise OptionError(
+            f"pyarrow cannot put rows of column {name!r} together ({error}): name it in codes= to get the numbers of "
+            "its distinct values, or leave it out by columns="
+        ) from None
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """Return strings in views as other strings, which more of pyarrow's functions accept."""
+    if types.is_string_view(array.type):
+        return array.cast(pa.large_string())
+    return array.cast(pa.large_binary()) if types.is_binary_view(array.type) else array
 
 
 class _Nulls(Exception):

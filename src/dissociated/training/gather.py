@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
-from dissociated.training.columns import Array, ArrayColumns, Column, check_fits, is_scalar, mask_name
+from dissociated.errors import OptionError
+from dissociated.training.columns import Array, ArrayColumns, Column, check_fits, is_scalar, mask_name, rearranging
 from dissociated.training.permutation import Positions
 
 _POSITIONS = 1 << 13  # of values that are read together: more do not fit into the cache of a core, which takes longer
@@ -23,7 +24,7 @@ class Gatherer:
     array covers memory that belongs to others, or is not mapped. It is only ever read at the positions of rows.
 
     Raises:
-        OptionError: A column of numbers has nulls.
+        OptionError: A column of numbers has nulls, or pyarrow cannot take rows of another column.
     """
 
     def __init__(self, batches: Sequence[pa.RecordBatch], columns: ArrayColumns) -> None:
@@ -43,7 +44,13 @@ class Gatherer:
     def _source(self, name: str, arrays: Sequence[pa.Array]) -> _Items | _Bits | _Arrow | _Filled:
         columns = self._columns
         if not arrays or not columns.is_numeric(name):
-            return _Arrow(arrays, columns.type(name))
+            try:
+                with rearranging(name):
+                    return _Arrow(arrays, columns.type(name))
+            except OptionError:
+                if name not in columns.codes:
+                    raise
+                return _Items.of_arrays([columns.encode(name, array) for array in arrays], self._lengths)
         if name in columns.fill and any(array.null_count for array in arrays):
             if not is_scalar(columns.type(name)):  # lists below a null have values of their own, which may be null
                 filled = [columns.filled(name, array) if array.null_count else array for array in arrays]
@@ -280,6 +287,7 @@ class _Arrow:
     def __init__(self, arrays: Sequence[pa.Array], type_: pa.DataType) -> None:
         chunks = pa.chunked_array(arrays, type_)
         self._chunks = chunks.unify_dictionaries() if types.is_dictionary(type_) else chunks
+        chunks[:0].take(pa.array([], pa.int64()))  # raises the error of types whose rows pyarrow cannot take
 
     def take(self, rows: Positions) -> pa.Array:
         values = self._chunks.take(pa.array(rows)).combine_chunks()
