@@ -254,6 +254,16 @@ def test_rows_come_in_proportion_to_their_weights(server: dis.Server, client: di
         Batches(client.dataset("weighted", transport="tcp"), columns=["n"], weights="weight")
 
 
+def test_a_dataset_without_rows_is_mapped(server: dis.Server, client: dis.Client) -> None:
+    server.publish("no rows", pa.table({"n": pa.array([], pa.int64()), "s": pa.array([], pa.string())}))
+    none: list[dict[str, Any]] = [{}, {"features": ["n"]}, {"mask": ["n"]}, {"codes": ["n"]}]
+    for options in (*none, {"weights": "n"}, {"weights": {"s": {"a": 1}}}, {"filter": [("n", ">", 1)]}):
+        for transport in ("shm", "tcp"):
+            handle = client.dataset("no rows", transport=transport)
+            with case(f"{options}, {transport}"):
+                assert [*Batches(handle, columns=["n"], shuffle="global", **options)] == []
+
+
 def test_arrays_lie_in_the_servers_memory_unless_they_may_be_written_to(client: dis.Client) -> None:
     handle = client.dataset("data", transport="shm")
     for shuffle in (False, True):

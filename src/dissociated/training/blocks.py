@@ -98,10 +98,10 @@ class Blocks:
         return max((block.rows for block in self._blocks), default=0)
 
     def mapped(self, columns: Sequence[str]) -> list[pa.RecordBatch] | None:
-        """Return these columns of all record batches, or None if a part cannot be mapped."""
-        selected = []
-        for part in range(len(self._lengths)):
-            batches = self._map(part)
+        """Return these columns of all record batches, or None if a part that has rows cannot be mapped."""
+        selected: list[pa.RecordBatch] = []
+        for part, lengths in enumerate(self._lengths):
+            batches = self._map(part) if any(lengths) else []
             if batches is None:
                 return None
             selected += [batch.select(columns) for batch in batches]
