@@ -254,6 +254,42 @@ def test_rows_come_in_proportion_to_their_weights(server: dis.Server, client: di
         Batches(client.dataset("weighted", transport="tcp"), columns=["n"], weights="weight")
 
 
+def test_only_weights_of_rows_that_pass_the_filter_count(server: dis.Server, client: dis.Client) -> None:
+    labels = ["a", "b", None, "c"]
+    columns = {
+        "n": range(4),
+        "label": labels,
+        "weight": [1, 3, None, -1],
+        "price": [Decimal(1), Decimal(3), None, None],
+    }
+    table = pa.table(columns).append_column("code", pa.array(labels).dictionary_encode())
+    server.publish("holes of weights", table.append_column("view", pa.array(labels, pa.string_view())))
+    handle = client["holes of weights"]
+    passing: dict[str, Any] = {"columns": ["n"], "filter": [("n", "<", 2)]}
+    classes = {"a": 1, "b": 3}
+    for weights in ("weight", "price", {"label": classes}, {"code": classes}, {"view": classes}):
+        with case(str(weights)):
+            drawn = [
+                row
+                for epoch in range(2)
+                for batch in Batches(handle, weights=weights, **passing)
+                for row in batch["n"].tolist()
+            ]
+            assert {*drawn} <= {0, 1}
+            assert len(drawn) == 4
+    for name in ("label", "code", "view"):
+        with case(name), pytest.raises(OptionError, match=f"no weight for the value None of column '{name}'"):
+            Batches(handle, columns=["n"], weights={name: {**classes, "c": 1}})
+        with_null = Batches(handle, columns=["n"], weights={name: {"a": 0, "b": 0, None: 1, "c": 0}})
+        assert [batch["n"].tolist() for batch in with_null] == [[2, 2, 2, 2]]
+    with pytest.raises(OptionError, match="'weight' has nulls, which are no weights"):
+        Batches(handle, columns=["n"], weights="weight")
+    with pytest.raises(WrongKind, match="'label' is string, which is no weight"):
+        Batches(handle, columns=["n"], weights="label")
+    with pytest.raises(OptionError, match=r"no string as column 'label': \[1\]"):
+        Batches(handle, columns=["n"], weights={"label": {1: 1}})
+
+
 def test_a_dataset_without_rows_is_mapped(server: dis.Server, client: dis.Client) -> None:
     server.publish("no rows", pa.table({"n": pa.array([], pa.int64()), "s": pa.array([], pa.string())}))
     none: list[dict[str, Any]] = [{}, {"features": ["n"]}, {"mask": ["n"]}, {"codes": ["n"]}]

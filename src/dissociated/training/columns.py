@@ -136,7 +136,7 @@ class ArrayColumns:
 
     def _join(self, name: str, pieces: list[pa.Array]) -> Column:
         if name in self.codes:
-            return np.concatenate([self.encode(name, piece) for piece in pieces])
+            return np.concatenate([encode(piece, self.codes[name]) for piece in pieces])
         if name in self._as_arrow or self.is_list(name):
             with rearranging(name):
                 return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
@@ -186,20 +186,6 @@ class ArrayColumns:
             return pa.ExtensionArray.from_storage(type_, filled) if is_tensor else filled
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
             raise OptionError(f"fill= has {self.fill[name]!r}, which is no {type_} as column {name!r}") from None
-
-    def encode(self, name: str, array: pa.Array) -> Array:
-        """Return the codes of the values of a column: their positions among its distinct values; -1 for null."""
-        import pyarrow.compute as pc  # on first use: it is slow to import
-
-        values = self.codes[name]
-        if not types.is_dictionary(array.type):
-            codes: Array = pc.index_in(plain(array), values).fill_null(-1).to_numpy().astype(np.int32, copy=False)
-            return codes
-        # The code of each index of the dictionary, and at the end that of null, to which null indices are mapped.
-        code_of_index = [*pc.index_in(plain(array.dictionary), values).fill_null(-1).to_pylist(), -1]
-        indices = array.indices.cast(pa.int64()).fill_null(len(code_of_index) - 1).to_numpy()
-        encoded: Array = np.array(code_of_index, np.int32)[indices]
-        return encoded
 
     def finish(self, name: str, column: Column) -> Column:
         """Return a column of a batch as users get it."""
@@ -276,6 +262,20 @@ def rearranging(name: str) -> Iterator[None]:
             f"pyarrow cannot put rows of column {name!r} together ({error}): name it in codes= to get the numbers of "
             "its distinct values, or leave it out by columns="
         ) from None
+
+
+def encode(array: pa.Array, values: pa.Array) -> Array:
+    """Return the position of each item of `array` among `values`; -1 if it is not there, as null usually is."""
+    import pyarrow.compute as pc  # on first use: it is slow to import
+
+    items = array.dictionary if types.is_dictionary(array.type) else array
+    # For a dictionary, null is added at the end, and null indices are mapped to it.
+    items = pa.concat_arrays([items, pa.nulls(1, items.type)]) if items is not array else items
+    codes: Array = pc.index_in(plain(items), values).fill_null(-1).to_numpy().astype(np.int32, copy=False)
+    if items is array:
+        return codes
+    encoded: Array = codes[array.indices.cast(pa.int64()).fill_null(len(codes) - 1).to_numpy()]
+    return encoded
 
 
 def plain(array: pa.Array) -> pa.Array:

@@ -10,7 +10,16 @@ import pyarrow as pa
 from pyarrow import types
 
 from dissociated.errors import OptionError
-from dissociated.training.columns import Array, ArrayColumns, Column, check_fits, is_scalar, mask_name, rearranging
+from dissociated.training.columns import (
+    Array,
+    ArrayColumns,
+    Column,
+    check_fits,
+    encode,
+    is_scalar,
+    mask_name,
+    rearranging,
+)
 from dissociated.training.permutation import Positions
 
 _POSITIONS = 1 << 13  # of values that are read together: more do not fit into the cache of a core, which takes longer
@@ -50,7 +59,7 @@ class Gatherer:
             except OptionError:
                 if name not in columns.codes:
                     raise
-                return _Items.of_arrays([columns.encode(name, array) for array in arrays], self._lengths)
+                return _Items.of_arrays([encode(array, columns.codes[name]) for array in arrays], self._lengths)
         if name in columns.fill and any(array.null_count for array in arrays):
             if not is_scalar(columns.type(name)):  # lists below a null have values of their own, which may be null
                 filled = [columns.filled(name, array) if array.null_count else array for array in arrays]
@@ -88,7 +97,7 @@ class Gatherer:
             if not isinstance(source, _Arrow):
                 columns[name] = source.take(batch, within)
             elif name in self._columns.codes:
-                columns[name] = self._columns.encode(name, source.take(rows))
+                columns[name] = encode(source.take(rows), self._columns.codes[name])
             else:
                 columns[name] = source.take(rows)
         for name, matrix in self._matrices.items():
