@@ -230,14 +230,14 @@ def valid(array: pa.Array) -> Array:
 
 def take(columns: Mapping[str, Column], rows: Array) -> dict[str, Column]:
     """Return copies of the rows of a batch that have these positions."""
-    taken: dict[str, Column] = {}
+    copies: dict[str, Column] = {}
     for name, column in columns.items():
         if isinstance(column, pa.Array):
             with rearranging(name):
-                taken[name] = column.take(pa.array(rows))
+                copies[name] = column.take(pa.array(rows))
         else:
-            taken[name] = column[rows]
-    return taken
+            copies[name] = column[rows]
+    return copies
 
 
 def join(parts: Sequence[Mapping[str, Column]]) -> Mapping[str, Column]:

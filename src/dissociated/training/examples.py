@@ -213,11 +213,11 @@ def _class_weights(
     """
     type_ = values.type.value_type if types.is_dictionary(values.type) else values.type
     try:
-        known = plain(pa.array([*classes], type_))
+        class_values = plain(pa.array([*classes], type_))
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         raise OptionError(f"weights= has values that are no {type_} as column {name!r}: {[*classes]}") from None
     try:
-        codes = np.concatenate([np.empty(0, np.int32), *(encode(chunk, known) for chunk in values.chunks)])
+        codes = np.concatenate([np.empty(0, np.int32), *(encode(chunk, class_values) for chunk in values.chunks)])
     except pa.ArrowNotImplementedError:
         raise WrongKind(f"column {name!r} of weights= is {type_}, whose values pyarrow cannot find") from None
     rows = np.arange(len(codes)) if passing is None else passing
