@@ -315,6 +315,26 @@ def test_arrays_lie_in_the_servers_memory_unless_they_may_be_written_to(client: 
             batch["n"] += 1
 
 
+def test_results_of_calculations_keep_no_memory_of_the_server(server: dis.Server, client: dis.Client) -> None:
+    server.publish("calculated", TABLE.select(["n"]), wait=True)
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("/memfd:dissociated:calculated")
+
+    (batch,) = Batches(client.dataset("calculated", transport="shm"), batch_size=ROWS)
+    assert mapped() > 1
+    results = [batch["n"].sum(), batch["n"].mean(), batch["n"] * 2, batch["n"].reshape(2, -1).max(axis=0)]
+    assert [type(result) for result in results] == [np.int64, np.float64, np.ndarray, np.ndarray]
+    squeezed = np.squeeze(batch["n"].reshape(1, -1))
+    assert type(squeezed) is type(batch["n"])
+    assert np.from_dlpack(squeezed).tolist() == [*range(ROWS)]
+    del batch, squeezed
+    wait_until(lambda: mapped() == 1, "only the server maps it, which is in this process")
+    assert [results[0], results[1]] == [499500, 499.5]
+    assert results[2].tolist() == [*range(0, 2 * ROWS, 2)]
+    assert results[3].tolist() == [*range(500, ROWS)]
+
+
 class Exported(ctypes.Structure):
     """The beginning of a `DLManagedTensorVersioned`, as DLPack 1.0 defines it."""
 
