@@ -254,6 +254,52 @@ def test_rows_come_in_proportion_to_their_weights(server: dis.Server, client: di
         Batches(client.dataset("weighted", transport="tcp"), columns=["n"], weights="weight")
 
 
+def test_only_weights_of_rows_that_pass_the_filter_count(server: dis.Server, client: dis.Client) -> None:
+    labels = ["a", "b", None, "c"]
+    columns = {
+        "n": range(4),
+        "label": labels,
+        "weight": [1, 3, None, -1],
+        "price": [Decimal(1), Decimal(3), None, None],
+    }
+    table = pa.table(columns).append_column("code", pa.array(labels).dictionary_encode())
+    server.publish("holes of weights", table.append_column("view", pa.array(labels, pa.string_view())))
+    handle = client["holes of weights"]
+    passing: dict[str, Any] = {"columns": ["n"], "filter": [("n", "<", 2)]}
+    classes = {"a": 1, "b": 3}
+    for weights in ("weight", "price", {"label": classes}, {"code": classes}, {"view": classes}):
+        with case(str(weights)):
+            drawn = [
+                row
+                for epoch in range(2)
+                for batch in Batches(handle, weights=weights, **passing)
+                for row in batch["n"].tolist()
+            ]
+            assert {*drawn} <= {0, 1}
+            assert len(drawn) == 4
+    for name in ("label", "code", "view"):
+        with case(name), pytest.raises(OptionError, match=f"no weight for the value None of column '{name}'"):
+            Batches(handle, columns=["n"], weights={name: {**classes, "c": 1}})
+        with_null = Batches(handle, columns=["n"], weights={name: {"a": 0, "b": 0, None: 1, "c": 0}})
+        assert [batch["n"].tolist() for batch in with_null] == [[2, 2, 2, 2]]
+    with pytest.raises(OptionError, match="'weight' has nulls, which are no weights"):
+        Batches(handle, columns=["n"], weights="weight")
+    with pytest.raises(WrongKind, match="'label' is string, which is no weight"):
+        Batches(handle, columns=["n"], weights="label")
+    with pytest.raises(OptionError, match=r"no string as column 'label': \[1\]"):
+        Batches(handle, columns=["n"], weights={"label": {1: 1}})
+
+
+def test_a_dataset_without_rows_is_mapped(server: dis.Server, client: dis.Client) -> None:
+    server.publish("no rows", pa.table({"n": pa.array([], pa.int64()), "s": pa.array([], pa.string())}))
+    none: list[dict[str, Any]] = [{}, {"features": ["n"]}, {"mask": ["n"]}, {"codes": ["n"]}]
+    for options in (*none, {"weights": "n"}, {"weights": {"s": {"a": 1}}}, {"filter": [("n", ">", 1)]}):
+        for transport in ("shm", "tcp"):
+            handle = client.dataset("no rows", transport=transport)
+            with case(f"{options}, {transport}"):
+                assert [*Batches(handle, columns=["n"], shuffle="global", **options)] == []
+
+
 def test_arrays_lie_in_the_servers_memory_unless_they_may_be_written_to(client: dis.Client) -> None:
     handle = client.dataset("data", transport="shm")
     for shuffle in (False, True):
@@ -267,6 +313,26 @@ def test_arrays_lie_in_the_servers_memory_unless_they_may_be_written_to(client: 
         for batch in Batches(handle, columns=["n", "x"], batch_size=300, writable=True):
             assert np.array_equal(batch["x"], batch["n"] / 2)
             batch["n"] += 1
+
+
+def test_results_of_calculations_keep_no_memory_of_the_server(server: dis.Server, client: dis.Client) -> None:
+    server.publish("calculated", TABLE.select(["n"]), wait=True)
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("/memfd:dissociated:calculated")
+
+    (batch,) = Batches(client.dataset("calculated", transport="shm"), batch_size=ROWS)
+    assert mapped() > 1
+    results = [batch["n"].sum(), batch["n"].mean(), batch["n"] * 2, batch["n"].reshape(2, -1).max(axis=0)]
+    assert [type(result) for result in results] == [np.int64, np.float64, np.ndarray, np.ndarray]
+    squeezed = np.squeeze(batch["n"].reshape(1, -1))
+    assert type(squeezed) is type(batch["n"])
+    assert np.from_dlpack(squeezed).tolist() == [*range(ROWS)]
+    del batch, squeezed
+    wait_until(lambda: mapped() == 1, "only the server maps it, which is in this process")
+    assert [results[0], results[1]] == [499500, 499.5]
+    assert results[2].tolist() == [*range(0, 2 * ROWS, 2)]
+    assert results[3].tolist() == [*range(500, ROWS)]
 
 
 class Exported(ctypes.Structure):
@@ -442,6 +508,33 @@ def test_features_are_one_matrix(server: dis.Server, client: dis.Client, transpo
 
 
 @pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_no_number_of_a_matrix_is_rounded(
+    server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str
+) -> None:
+    limit = 2**53
+    wide: dict[str, pa.Array] = {
+        "i": pa.array([-limit, None, limit + 1], pa.int64()),
+        "u": pa.array([0, limit, limit + 1], pa.uint64()),
+        "t": pa.array([0, 1, -limit - 1], pa.timestamp("us")),
+        "d": pa.array([Decimal(1), Decimal(-limit), Decimal(limit + 1)], pa.decimal128(18, 0)),
+    }
+    published(server, "wide", pa.table({**wide, "f": [0.5, 1.5, 2.5], "n": range(3)}))
+    options: dict[str, Any] = {"columns": [], "shuffle": shuffle, "batch_size": 2}
+    handle = client.dataset("wide", transport=transport)
+    fitting = {"i": [-limit, 7], "u": [0, limit], "t": [0, 1], "d": [-limit, 1]}
+    for name, values in fitting.items():
+        with case(name):
+            made: dict[str, Any] = {**options, "features": ["f", name], "fill": {"i": 7} if name == "i" else {}}
+            with pytest.raises(OptionError, match=f"column '{name}' of features= has -?{limit + 1}, which .* rounds"):
+                [*Batches(handle, **made)]
+            (batch,) = Batches(handle, filter=[("n", "<", 2)], **made)
+            assert sorted(batch["features"][:, 1].tolist()) == values
+    options |= {"fill": {"i": 7}, "batch_size": 3}
+    (whole,) = Batches(handle, features=["i", "t", "d"], **options)
+    assert sorted(whole["features"].tolist()) == [[-limit, 0, 1], [7, 1, -limit], [limit + 1, -limit - 1, limit + 1]]
+
+
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
 def test_nulls_are_replaced(server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str) -> None:
     values: dict[str, list[Any]] = {
         "i": [None if n % 3 == 0 else n for n in range(200)],
@@ -473,6 +566,39 @@ def test_nulls_are_replaced(server: dis.Server, client: dis.Client, transport: s
 
 
 @pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_nulls_of_each_type_are_replaced(
+    server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str
+) -> None:
+    tensor = pa.fixed_shape_tensor(pa.int16(), [2, 1])
+    lists = pa.array([[1, 2], None, [5, 6]], pa.list_(pa.int16(), 2))
+    columns: dict[str, tuple[pa.Array, Any, list[Any]]] = {  # with a replacement, and the values with the default
+        "flag": (pa.array([True, None, False]), True, [True, False, False]),
+        "list": (lists, [7, 8], [[1, 2], [0, 0], [5, 6]]),
+        "flags": (pa.array([[True], None, [True]], pa.list_(pa.bool_(), 1)), [True], [[True], [False], [True]]),
+        "tensor": (pa.ExtensionArray.from_storage(tensor, lists), [7, 8], [[[1], [2]], [[0], [0]], [[5], [6]]]),
+        "small": (pa.array([Decimal(1), None, Decimal(3)], pa.decimal32(5, 1)), Decimal("0.2"), [10, 0, 30]),
+        "mid": (pa.array([Decimal(1), None, Decimal(3)], pa.decimal64(12, 1)), Decimal("0.2"), [10, 0, 30]),
+        "half": (pa.array([1.5, None, 2.5], pa.float16()), 0.5, [1.5, 0, 2.5]),
+        "time": (pa.array([1, None, 3], pa.timestamp("ms")), datetime(1970, 1, 1, 0, 0, 2), [1, 0, 3]),
+    }
+    replaced = {"flag": True, "list": [7, 8], "flags": [True], "tensor": [[7], [8]], "small": 2, "mid": 2}
+    replaced |= {"half": 0.5, "time": 2000}
+    table = pa.table({**{name: array for name, (array, _, _) in columns.items()}, "row": range(3)})
+    server.publish("all nulls", pa.Table.from_batches(table.to_batches(max_chunksize=2)))
+    handle = client.dataset("all nulls", transport=transport)
+    for name, (array, replacement, zeroed) in columns.items():
+        kind = next(iter(Batches(handle, columns=[name], filter=[("row", "=", 0)])))[name].dtype
+        expected = [zeroed[0], replaced[name], zeroed[2]]
+        for fill, values in (({name: replacement}, expected), ({}, zeroed)):
+            with case(f"{array.type}, filled with {fill}"):
+                made = Batches(handle, columns=["row", name], fill=fill, mask=[name], shuffle=shuffle, batch_size=1)
+                batches = sorted(made, key=lambda batch: int(batch["row"][0]))
+                assert [batch[name][0].tolist() for batch in batches] == values
+                assert {batch[name].dtype for batch in batches} == {kind}
+                assert [batch[f"{name}_mask"].tolist() for batch in batches] == [[True], [False], [True]]
+
+
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
 def test_codes_and_lists(server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str) -> None:
     words = [None if n % 11 == 0 else f"w{n % 5}" for n in range(200)]
     lists = [[*range(n % 4)] for n in range(200)]
@@ -499,8 +625,40 @@ def test_codes_and_lists(server: dis.Server, client: dis.Client, transport: str,
     assert sorted(batches.dictionaries["word"].to_pylist()) == ["w0", "w1", "w2", "w3", "w4"]
 
 
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_codes_of_strings_that_pyarrow_cannot_join(
+    server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str
+) -> None:
+    words = [[f"{part} {n}" for n in range(100)] for part in ("a", "b")]  # together, more than int8 can number
+    indices = pa.array(range(100), pa.int8())
+    holes = [pa.array([None, *part[1:]]) for part in words]
+    columns: dict[str, tuple[list[pa.Array], list[str | None]]] = {
+        "view": ([pa.array(part, pa.string_view()) for part in words], [*words[0], *words[1]]),
+        "null": (
+            [pa.DictionaryArray.from_arrays(indices, part) for part in holes],
+            [None, *words[0][1:], None, *words[1][1:]],
+        ),
+        "wide": ([pa.DictionaryArray.from_arrays(indices, part) for part in words], [*words[0], *words[1]]),
+    }
+    for name, (arrays, values) in columns.items():
+        tables = [pa.table({"n": range(100 * at, 100 * at + 100), name: array}) for at, array in enumerate(arrays)]
+        server.publish(f"not joined {name}", pa.concat_tables(tables))
+        handle = client.dataset(f"not joined {name}", transport=transport)
+        with case(name):
+            batches = Batches(handle, codes=[name], batch_size=64, shuffle=shuffle)
+            found: dict[int, str | None] = {}
+            for batch in batches:
+                names = [*batches.dictionaries[name].to_pylist(), None]  # -1 is null
+                found |= zip(batch["n"].tolist(), (names[code] for code in batch[name].tolist()), strict=True)
+            assert [found[row] for row in range(200)] == values
+            if shuffle or name != "view":
+                with pytest.raises(OptionError, match=f"pyarrow cannot put rows of column '{name}' together"):
+                    [*Batches(handle, as_arrow=[name], batch_size=200, shuffle=shuffle)]
+
+
 def test_options_of_columns_that_contradict_are_refused(server: dis.Server, client: dis.Client) -> None:
-    published(server, "mixed", pa.table({"n": [1, 2], "s": ["a", "b"], "l": [[1], None], "m": [[["x"]], []]}))
+    columns = {"n": [1, 2], "s": ["a", "b"], "l": [[1], None], "m": [[["x"]], []], "n_mask": [3, 4]}
+    published(server, "mixed", pa.table(columns))
     wrongs: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"columns": "n"}, OptionError, "columns is a list of names"),
         ({"features": "n"}, OptionError, "features is a list of names"),
@@ -511,12 +669,17 @@ def test_options_of_columns_that_contradict_are_refused(server: dis.Server, clie
         ({"columns": ["n"], "codes": ["no"]}, ColumnNotFound, "no"),
         ({"columns": [], "features": ["n", "s"]}, WrongKind, "'s' is string"),
         ({"columns": ["m"]}, WrongKind, r"'m' is list.*codes="),
+        ({"columns": [], "codes": ["m"]}, WrongKind, "'m' of codes= is list.* pyarrow cannot find"),
         ({"columns": [], "codes": ["s"], "fill": {"s": 1}}, OptionError, "its nulls are not replaced"),
         ({"columns": ["n", "s"], "features": {"s": ["n"]}, "codes": ["s"]}, OptionError, "both called 's'"),
+        ({"columns": ["n", "n_mask"], "mask": ["n"]}, OptionError, "a column and the mask of column 'n'"),
+        ({"columns": ["n"], "features": {"n_mask": ["n"]}, "mask": ["n"]}, OptionError, "a matrix and the mask"),
     ]
     for options, kind, message in wrongs:
         with pytest.raises(kind, match=message):
             Batches(client["mixed"], **options)
+    (packed,) = Batches(client["mixed"], columns=["n"], features=["n_mask"], mask=["n"])  # which has no such column
+    assert packed["n_mask"].tolist() == [True, True]
     with pytest.raises(OptionError, match="'l' has lists that are null"):
         [*Batches(client["mixed"], columns=["l"])]
 

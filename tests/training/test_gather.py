@@ -82,3 +82,37 @@ def test_the_copies_of_unaligned_columns_are_kept_for_a_matrix() -> None:
     positions = np.arange(0, rows, 1000)
     assert (gatherer.take(positions)["matrix"] == np.outer(positions, range(1, 5))).all()
     del others
+
+
+@pytest.mark.parametrize("permutation", [None, [0, 2, 1], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
+@pytest.mark.parametrize("shift", [0, 4, 1])
+def test_tensors_are_gathered_in_their_logical_order(permutation: list[int] | None, shift: int) -> None:
+    shape, rows = [2, 3, 4], sum(LENGTHS)
+    type_ = pa.fixed_shape_tensor(pa.int64(), shape, permutation=permutation)
+    batches, first = [], 0
+    for length in LENGTHS:
+        values = shifted(pa.array(range(24 * first, 24 * (first + length)), pa.int64()), shift if first == 5 else 0)
+        storage = pa.FixedSizeListArray.from_arrays(values, 24)
+        batches.append(pa.record_batch({"t": pa.ExtensionArray.from_storage(type_, storage)}))
+        first += length
+    columns = ArrayColumns(batches[0].schema)
+    order = permutation or [0, 1, 2]
+    logical = [shape[axis] for axis in order]
+    # Dimension `n` of the logical tensor is dimension `permutation[n]` of that in memory.
+    expected = np.empty((rows, *logical), np.int64)
+    for row, *index in np.ndindex(rows, *logical):
+        at = dict(zip(order, index, strict=True))
+        expected[row, *index] = 24 * row + 12 * at[0] + 4 * at[1] + at[2]
+    assert np.array_equal(columns.join(batches)["t"], expected)
+    assert np.array_equal(Gatherer(batches, columns).take(ROWS)["t"], expected[ROWS])
+
+
+def test_lists_of_decimals_and_of_other_lists_are_gathered() -> None:
+    pairs = [[Decimal(row), Decimal(-row) / 4] for row in range(sum(LENGTHS))]
+    grids = [[[row, 1, 2], [3, 4, -row]] for row in range(sum(LENGTHS))]
+    types = {"pairs": pa.list_(pa.decimal128(9, 2), 2), "grids": pa.list_(pa.list_(pa.int16(), 3), 2)}
+    table = pa.record_batch({"pairs": pa.array(pairs, types["pairs"]), "grids": pa.array(grids, types["grids"])})
+    batches = [table.slice(0, 5), table.slice(5, 1), table.slice(6)]
+    batch = Gatherer(batches, ArrayColumns(table.schema)).take(ROWS)
+    assert batch["pairs"].tolist() == [[100 * row, -25 * row] for row in ROWS]
+    assert batch["grids"].tolist() == [grids[row] for row in ROWS]

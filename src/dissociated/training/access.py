@@ -78,7 +78,12 @@ class Lender:
         mapping = self._mapping
         if mapping is None or region is not self._region or mapping.claims.full:
             self._region = region
-            self._mapping = mapping = region.file.map_private(region.size, array)
+            # Not `array` itself: if it is a view of a `SharedArray`, that has the lender, which has the mapping. The
+            # garbage collector does not see such a cycle, since an array does not report its base to it.
+            source = array
+            while isinstance(source.base, np.ndarray):
+                source = source.base
+            self._mapping = mapping = region.file.map_private(region.size, source)
         base = region.memory.address
         if mapping is None or not mapping.claims.add(start - base, stop - base):
             return None
@@ -96,6 +101,14 @@ class SharedArray(np.ndarray[Any, np.dtype[Any]]):
 
     def __array_finalize__(self, source: object) -> None:
         self.lender = getattr(source, "lender", None)
+
+    def __array_wrap__(
+        self, array: Array, context: tuple[np.ufunc, tuple[Any, ...], int] | None = None, return_scalar: bool = False
+    ) -> Any:
+        """Return the result of a calculation as a plain array or scalar, which keeps no memory of the server."""
+        if not array.flags.owndata:  # such as a result of np.squeeze
+            return super().__array_wrap__(array, context, return_scalar)
+        return array[()] if return_scalar else array
 
     def __dlpack__(self, **options: Any) -> Any:
         array = self.view(np.ndarray)

@@ -15,7 +15,7 @@ from dissociated.client.partitions import selected_schema
 from dissociated.client.plan import row_filter
 from dissociated.errors import ColumnNotFound, SourceError, WrongKind
 from dissociated.memory.region import Region
-from dissociated.training.columns import row_width
+from dissociated.training.columns import plain, row_width
 from dissociated.training.permutation import Positions
 
 _BLOCK_BYTES = 1 << 20  # bytes of a block up to which small record batches are combined
@@ -98,27 +98,39 @@ class Blocks:
         return max((block.rows for block in self._blocks), default=0)
 
     def mapped(self, columns: Sequence[str]) -> list[pa.RecordBatch] | None:
-        """Return these columns of all record batches, or None if a part cannot be mapped."""
-        selected = []
-        for part in range(len(self._lengths)):
-            batches = self._map(part)
+        """Return these columns of all record batches, or None if a part that has rows cannot be mapped."""
+        selected: list[pa.RecordBatch] = []
+        for part, lengths in enumerate(self._lengths):
+            batches = self._map(part) if any(lengths) else []
             if batches is None:
                 return None
             selected += [batch.select(columns) for batch in batches]
         return selected
 
     def distinct(self, name: str) -> pa.Array:
-        """Return the distinct values of a column, without null. All of the column is read, or its dictionaries."""
+        """Return the distinct values of a column, without null. All of the column is read, or its dictionaries.
+
+        Raises:
+            ColumnNotFound: There is no such column.
+            WrongKind: pyarrow cannot find the distinct values of its type.
+        """
         import pyarrow.compute as pc  # on first use: it is slow to import
 
         if name not in self.schema.names:
             raise ColumnNotFound(f"codes has {name!r}; the columns are {', '.join(self.schema.names)}")
         type_ = self.schema.field(name).type
-        distinct = pa.array([], type_.value_type if pa.types.is_dictionary(type_) else type_)
+        distinct = plain(pa.array([], type_.value_type if pa.types.is_dictionary(type_) else type_))
+        try:
+            pc.is_in(distinct.unique(), distinct)
+        except pa.ArrowNotImplementedError:
+            raise WrongKind(
+                f"column {name!r} of codes= is {type_}, whose distinct values pyarrow cannot find: leave it "
+                "out of codes="
+            ) from None
         for part in range(len(self._lengths)):
             for batch in self._map(part) or self._fetch_column(part, name):
                 column = batch.column(name)
-                values = column.dictionary if pa.types.is_dictionary(type_) else column.unique()
+                values = plain(column.dictionary if pa.types.is_dictionary(type_) else column.unique())
                 new = values.filter(pc.invert(pc.is_in(values, distinct))).drop_null()
                 distinct = pa.concat_arrays([distinct, new.unique()]) if len(new) else distinct
         return distinct

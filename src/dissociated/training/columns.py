@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,6 +20,7 @@ Array: TypeAlias = "npt.NDArray[Any]"
 Column: TypeAlias = Any
 
 _INT64_DIGITS = 18  # the most digits with which every decimal fits into 64 bits
+_MAX_WHOLE = 1 << 53  # float64 has every whole number up to this magnitude
 _UNKNOWN_WIDTH = 32  # assumed bytes of a string or nested value
 
 
@@ -69,7 +71,7 @@ class ArrayColumns:
         self._as_arrow = {*as_arrow}
         self.matrices = {name: [*columns] for name, columns in matrices.items()}
         self.codes = dict(codes)
-        self.fill = {**dict.fromkeys(mask, 0), **fill}
+        self.fill = {**{name: _zero(self._types[name]) for name in mask}, **fill}
         self.masks = [*mask]
         for name in self.fill.keys() & {*as_arrow, *codes}:
             raise OptionError(f"column {name!r} is not read as numbers, so its nulls are not replaced")
@@ -88,6 +90,10 @@ class ArrayColumns:
                 raise WrongKind(f"column {name!r} of features= is {self._types[name]}, which is not one number")
         #: The columns that are not packed into a matrix.
         self.names = [name for name in schema.names if name not in packed]
+        for name in mask:
+            if mask_name(name) in (*self.names, *matrices):
+                kind = "matrix" if mask_name(name) in matrices else "column"
+                raise OptionError(f"a {kind} and the mask of column {name!r} are both called {mask_name(name)!r}")
 
     def type(self, name: str) -> pa.DataType:
         """Return the Arrow type of a column."""
@@ -104,7 +110,10 @@ class ArrayColumns:
         return name not in self._as_arrow and name not in self.codes and not self.is_list(name)
 
     def matrix_type(self, name: str) -> np.dtype[Any]:
-        """Return the type of the items of a matrix, which holds the values of all of its columns."""
+        """Return the type of the items of a matrix: NumPy's common type of its columns.
+
+        It is float64 if integers of 64 bits are mixed with floats, or signed with unsigned ones. See `check_fits`.
+        """
         kinds = [np.dtype(np.bool_) if types.is_boolean(t) else _kind(t) for t in map(self.type, self.matrices[name])]
         kind: np.dtype[Any] = np.result_type(*(kind for kind in kinds if kind is not None))
         return kind
@@ -116,7 +125,8 @@ class ArrayColumns:
         taken faster.
 
         Raises:
-            OptionError: A column of numbers has nulls that are not replaced.
+            OptionError: A column of numbers has nulls that are not replaced, or numbers that a matrix would round; or
+                pyarrow cannot join a column of another kind.
         """
         joined = {name: self._join(name, [piece.column(name) for piece in pieces]) for name in self.names}
         joined.update((name, self._pack(name, pieces, by_row)) for name in self.matrices)
@@ -126,9 +136,10 @@ class ArrayColumns:
 
     def _join(self, name: str, pieces: list[pa.Array]) -> Column:
         if name in self.codes:
-            return np.concatenate([self.encode(name, piece) for piece in pieces])
+            return np.concatenate([encode(piece, self.codes[name]) for piece in pieces])
         if name in self._as_arrow or self.is_list(name):
-            return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
+            with rearranging(name):
+                return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
         arrays = [self.view(name, piece) for piece in pieces]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
@@ -145,7 +156,9 @@ class ArrayColumns:
                 part[:] = piece.select(columns).to_tensor(row_major=by_row).to_numpy()
             else:
                 for at, column in enumerate(columns):
-                    part[:, at] = self.view(column, piece.column(column))
+                    values = self.view(column, piece.column(column))
+                    check_fits([column], values, kind)
+                    part[:, at] = values
         return matrix
 
     def view(self, name: str, array: pa.Array) -> Array:
@@ -164,25 +177,15 @@ class ArrayColumns:
 
     def filled(self, name: str, array: pa.Array) -> pa.Array:
         """Return the array with its nulls replaced. Raise OptionError if the replacement is no value of its type."""
+        type_ = array.type
+        is_tensor = isinstance(type_, pa.FixedShapeTensorType)
+        storage = array.storage if is_tensor else array
         try:
-            filled: pa.Array = array.fill_null(pa.scalar(self.fill[name], array.type))
-            return filled
+            # pyarrow gives small decimals a wider type.
+            filled = storage.fill_null(pa.scalar(self.fill[name], storage.type)).cast(storage.type)
+            return pa.ExtensionArray.from_storage(type_, filled) if is_tensor else filled
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            raise OptionError(f"fill= has {self.fill[name]!r}, which is no {array.type} as column {name!r}") from None
-
-    def encode(self, name: str, array: pa.Array) -> Array:
-        """Return the codes of the values of a column: their positions among its distinct values; -1 for null."""
-        import pyarrow.compute as pc  # on first use: it is slow to import
-
-        values = self.codes[name]
-        if not types.is_dictionary(array.type):
-            codes: Array = pc.index_in(array, values).fill_null(-1).to_numpy().astype(np.int32, copy=False)
-            return codes
-        # The code of each index of the dictionary, and at the end that of null, to which null indices are mapped.
-        code_of_index = [*pc.index_in(array.dictionary, values).fill_null(-1).to_pylist(), -1]
-        indices = array.indices.cast(pa.int64()).fill_null(len(code_of_index) - 1).to_numpy()
-        encoded: Array = np.array(code_of_index, np.int32)[indices]
-        return encoded
+            raise OptionError(f"fill= has {self.fill[name]!r}, which is no {type_} as column {name!r}") from None
 
     def finish(self, name: str, column: Column) -> Column:
         """Return a column of a batch as users get it."""
@@ -199,6 +202,24 @@ def mask_name(column: str) -> str:
     return f"{column}_mask"
 
 
+def check_fits(names: Sequence[str], values: Array, kind: np.dtype[Any]) -> None:
+    """Raise OptionError if a matrix of `kind` would round some of `values`, which have a row for each column.
+
+    Only float64 can: no narrower float is the common type of integers that it rounds.
+    """
+    if kind.kind != "f" or values.dtype.kind not in "iu" or values.itemsize < 8 or not values.size:
+        return
+    if values.min() >= -_MAX_WHOLE and values.max() <= _MAX_WHOLE:
+        return
+    for name, row in zip(names, values.reshape(len(names), -1), strict=True):
+        for value in (row.min(), row.max()):
+            if abs(int(value)) > _MAX_WHOLE:
+                raise OptionError(
+                    f"column {name!r} of features= has {value}, which a matrix of {kind} rounds: leave it out of the "
+                    "matrix, or put only integers of its sign and size into the matrix"
+                )
+
+
 def valid(array: pa.Array) -> Array:
     """Return which values are not null."""
     if not array.null_count:
@@ -209,22 +230,59 @@ def valid(array: pa.Array) -> Array:
 
 def take(columns: Mapping[str, Column], rows: Array) -> dict[str, Column]:
     """Return copies of the rows of a batch that have these positions."""
-    return {
-        name: column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
-        for name, column in columns.items()
-    }
+    copies: dict[str, Column] = {}
+    for name, column in columns.items():
+        if isinstance(column, pa.Array):
+            with rearranging(name):
+                copies[name] = column.take(pa.array(rows))
+        else:
+            copies[name] = column[rows]
+    return copies
 
 
 def join(parts: Sequence[Mapping[str, Column]]) -> Mapping[str, Column]:
     """Join batches of the same columns into one, which needs no copy if there is only one."""
     if len(parts) == 1:
         return parts[0]
-    return {
-        name: pa.concat_arrays([part[name] for part in parts])
-        if isinstance(column, pa.Array)
-        else np.concatenate([part[name] for part in parts])
-        for name, column in parts[0].items()
-    }
+    joined: dict[str, Column] = {}
+    for name, column in parts[0].items():
+        pieces = [part[name] for part in parts]
+        with rearranging(name):
+            joined[name] = pa.concat_arrays(pieces) if isinstance(column, pa.Array) else np.concatenate(pieces)
+    return joined
+
+
+@contextmanager
+def rearranging(name: str) -> Iterator[None]:
+    """Raise OptionError if pyarrow cannot join or take the values of a column, such as strings in views."""
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise OptionError(
+            f"pyarrow cannot put rows of column {name!r} together ({error}): name it in codes= to get the numbers of "
+            "its distinct values, or leave it out by columns="
+        ) from None
+
+
+def encode(array: pa.Array, values: pa.Array) -> Array:
+    """Return the position of each item of `array` among `values`; -1 if it is not there, as null usually is."""
+    import pyarrow.compute as pc  # on first use: it is slow to import
+
+    items = array.dictionary if types.is_dictionary(array.type) else array
+    # For a dictionary, null is added at the end, and null indices are mapped to it.
+    items = pa.concat_arrays([items, pa.nulls(1, items.type)]) if items is not array else items
+    codes: Array = pc.index_in(plain(items), values).fill_null(-1).to_numpy().astype(np.int32, copy=False)
+    if items is array:
+        return codes
+    encoded: Array = codes[array.indices.cast(pa.int64()).fill_null(len(codes) - 1).to_numpy()]
+    return encoded
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """Return strings in views as other strings, which more of pyarrow's functions accept."""
+    if types.is_string_view(array.type):
+        return array.cast(pa.large_string())
+    return array.cast(pa.large_binary()) if types.is_binary_view(array.type) else array
 
 
 class _Nulls(Exception):
@@ -234,17 +292,17 @@ class _Nulls(Exception):
 def view(array: pa.Array) -> Array:
     """Return the values of `array` as a NumPy array, without a copy except for booleans.
 
-    Fixed-size lists and fixed-shape tensors become further dimensions: the shape is `(rows, ...)`. Decimals become
+    Fixed-size lists and fixed-shape tensors become further dimensions: the shape is `(rows, ...)`. The dimensions of
+    tensors are in their logical order, so an array of tensors with a permutation is not contiguous. Decimals become
     integers in units of their last digit; dates and times become integers in their own unit, since 1970 or midnight.
     """
     if array.null_count:
         raise _Nulls
     type_ = array.type
     if isinstance(type_, pa.FixedShapeTensorType):
-        if array.storage.flatten().null_count:
-            raise _Nulls
-        tensors: Array = array.to_numpy_ndarray()
-        return tensors
+        tensors = view(array.storage).reshape(len(array), *type_.shape)
+        # pyarrow's own conversion has wrong strides for some permutations of three dimensions.
+        return tensors.transpose(0, *(1 + axis for axis in type_.permutation or range(len(type_.shape))))
     if types.is_fixed_size_list(type_):
         values = view(array.flatten())
         return values.reshape(len(array), type_.list_size, *values.shape[1:])
@@ -267,6 +325,15 @@ def _is_numeric(type_: pa.DataType) -> bool:
     if types.is_fixed_size_list(type_):
         return _is_numeric(type_.value_type)
     return bool(types.is_boolean(type_)) or _kind(type_) is not None
+
+
+def _zero(type_: pa.DataType) -> Any:
+    """Return the value that replaces nulls of this type by default."""
+    if isinstance(type_, pa.FixedShapeTensorType):
+        return _zero(type_.storage_type)
+    if types.is_fixed_size_list(type_):
+        return [_zero(type_.value_type)] * type_.list_size
+    return False if types.is_boolean(type_) else 0
 
 
 def is_scalar(type_: pa.DataType) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pyarrow import types
 
 from dissociated.client.dataset import DatasetHandle
 from dissociated.codec.batches import BatchReader
@@ -23,8 +24,9 @@ from dissociated.memory.device.base import Device
 from dissociated.memory.device.registry import open_device
 from dissociated.training.access import Access, Lender
 from dissociated.training.blocks import Blocks, slice_pieces
-from dissociated.training.columns import Array, ArrayColumns, Column, join, take
+from dissociated.training.columns import Array, ArrayColumns, Column, encode, join, plain, take
 from dissociated.training.gather import Gatherer
+from dissociated.training.permutation import Positions
 from dissociated.training.plan import Order, Plan, RowSpan, Shard
 from dissociated.training.sampling import Sampling
 
@@ -86,30 +88,27 @@ class Examples:
         return self._plan
 
     def _sum_weights(self) -> npt.NDArray[np.float64]:
-        """Return the sum of the weights of all rows up to each row."""
-        import pyarrow.compute as pc  # on first use: it is slow to import
-
+        """Return the sum of the weights of all rows that pass the filter, up to each row."""
         weights, classes = self._sampling.weights, None
         if isinstance(weights, Mapping):
             ((weights, classes),) = weights.items()
         assert weights is not None, "the caller has checked this"
         batches = self._blocks.mapped([weights])
         assert batches is not None, "the order needs mapped data"
-        values = pa.chunked_array([batch.column(0) for batch in batches])
+        type_ = self.dataset.schema.field(weights).type
+        values, passing = pa.chunked_array([batch.column(0) for batch in batches], type_), self._blocks.passing()
         if classes is not None:
-            if pa.types.is_dictionary(values.type):
-                values = values.cast(values.type.value_type)
-            numbers = pc.index_in(values, pa.array([*classes], values.type))
-            if numbers.null_count:
-                missing = values.filter(numbers.is_null())[0].as_py()
-                raise OptionError(f"weights= has no weight for the value {missing!r} of column {weights!r}")
-            row_weights = np.array([*classes.values()], np.float64)[numbers.to_numpy()]
-        elif values.null_count:
-            raise OptionError(f"column {weights!r} has nulls, which are no weights")
+            row_weights = _class_weights(weights, values, classes, passing)
+        elif not any(test(type_) for test in (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)):
+            raise WrongKind(
+                f"column {weights!r} is {type_}, which is no weight: give the weight of each of its values, as in "
+                f"weights={{{weights!r}: {{...}}}}"
+            )
         else:
-            row_weights = values.to_numpy().astype(np.float64)
-        passing = self._blocks.passing()
-        row_weights = row_weights if passing is None else row_weights[passing]
+            values = values if passing is None else values.take(pa.array(passing))
+            if values.null_count:
+                raise OptionError(f"column {weights!r} has nulls, which are no weights")
+            row_weights = values.cast(pa.float64(), safe=False).to_numpy()
         sums = np.cumsum(row_weights)
         if row_weights.size and not (np.isfinite(sums[-1]) and row_weights.min() >= 0 and sums[-1] > 0):
             raise OptionError(f"the weights of {weights!r} must be 0 or more, with some above 0, and finite")
@@ -201,6 +200,33 @@ class Examples:
             "rows": plan.total,
             "blocks": len(plan.rows),
         }
+
+
+def _class_weights(
+    name: str, values: pa.ChunkedArray, classes: Mapping[Any, float], passing: Positions | None
+) -> npt.NDArray[np.float64]:
+    """Return the weights of the classes of all rows that pass the filter.
+
+    Raises:
+        OptionError: A row has a class without a weight, or a class is no value of the column.
+        WrongKind: pyarrow cannot find values of this type.
+    """
+    type_ = values.type.value_type if types.is_dictionary(values.type) else values.type
+    try:
+        class_values = plain(pa.array([*classes], type_))
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        raise OptionError(f"weights= has values that are no {type_} as column {name!r}: {[*classes]}") from None
+    try:
+        codes = np.concatenate([np.empty(0, np.int32), *(encode(chunk, class_values) for chunk in values.chunks)])
+    except pa.ArrowNotImplementedError:
+        raise WrongKind(f"column {name!r} of weights= is {type_}, whose values pyarrow cannot find") from None
+    rows = np.arange(len(codes)) if passing is None else passing
+    codes = codes[rows]
+    if (codes < 0).any():
+        missing = values[int(rows[np.argmin(codes)])].as_py()
+        raise OptionError(f"weights= has no weight for the value {missing!r} of column {name!r}")
+    weights: npt.NDArray[np.float64] = np.array([*classes.values()], np.float64)[codes]
+    return weights
 
 
 def _prefetch(batches: Iterator[Mapping[str, Column]], device: Device, count: int) -> Iterator[dict[str, DeviceColumn]]:

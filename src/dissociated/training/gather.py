@@ -9,7 +9,17 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
-from dissociated.training.columns import Array, ArrayColumns, Column, is_scalar, mask_name
+from dissociated.errors import OptionError
+from dissociated.training.columns import (
+    Array,
+    ArrayColumns,
+    Column,
+    check_fits,
+    encode,
+    is_scalar,
+    mask_name,
+    rearranging,
+)
 from dissociated.training.permutation import Positions
 
 _POSITIONS = 1 << 13  # of values that are read together: more do not fit into the cache of a core, which takes longer
@@ -23,7 +33,7 @@ class Gatherer:
     array covers memory that belongs to others, or is not mapped. It is only ever read at the positions of rows.
 
     Raises:
-        OptionError: A column of numbers has nulls.
+        OptionError: A column of numbers has nulls, or pyarrow cannot take rows of another column.
     """
 
     def __init__(self, batches: Sequence[pa.RecordBatch], columns: ArrayColumns) -> None:
@@ -43,8 +53,17 @@ class Gatherer:
     def _source(self, name: str, arrays: Sequence[pa.Array]) -> _Items | _Bits | _Arrow | _Filled:
         columns = self._columns
         if not arrays or not columns.is_numeric(name):
-            return _Arrow(arrays, columns.type(name))
+            try:
+                with rearranging(name):
+                    return _Arrow(arrays, columns.type(name))
+            except OptionError:
+                if name not in columns.codes:
+                    raise
+                return _Items.of_arrays([encode(array, columns.codes[name]) for array in arrays], self._lengths)
         if name in columns.fill and any(array.null_count for array in arrays):
+            if not is_scalar(columns.type(name)):  # lists below a null have values of their own, which may be null
+                filled = [columns.filled(name, array) if array.null_count else array for array in arrays]
+                return self._source(name, filled)
             fill = columns.view(name, columns.filled(name, pa.nulls(1, columns.type(name))))[0]
             plain = [_without_nulls(array) for array in arrays]
             return _Filled(self._source(name, plain), _Bits.of_validity(arrays), fill)
@@ -65,7 +84,7 @@ class Gatherer:
         sources: list[Any] = []
         if self._batches:
             sources = [self._source(column, [batch.column(column) for batch in self._batches]) for column in columns]
-        return _Matrix(self._columns.matrix_type(name), len(columns), sources)
+        return _Matrix(self._columns.matrix_type(name), columns, sources)
 
     def take(self, rows: Positions) -> dict[str, Column]:
         """Return copies of the rows with these numbers. Raise IndexError if a number is not that of a row."""
@@ -78,7 +97,7 @@ class Gatherer:
             if not isinstance(source, _Arrow):
                 columns[name] = source.take(batch, within)
             elif name in self._columns.codes:
-                columns[name] = self._columns.encode(name, source.take(rows))
+                columns[name] = encode(source.take(rows), self._columns.codes[name])
             else:
                 columns[name] = source.take(rows)
         for name, matrix in self._matrices.items():
@@ -96,10 +115,11 @@ class _Items:
     def __init__(self, arrays: Sequence[Array], addresses: Positions, stop: int) -> None:
         self._arrays = arrays
         first = arrays[0]
+        self._stride, *strides = (stride // first.itemsize for stride in first.strides)  # in items, along each axis
         # If a row has several items: their offsets from its first item.
         self._shape = first.shape[1:]
-        self._offsets = np.arange(first[0].size) if self._shape else None
-        self._stride = first.strides[0] // first.itemsize  # items from one row to the next
+        axes = [np.arange(size) * stride for size, stride in zip(self._shape, strides, strict=True)]
+        self._offsets: Positions | None = np.sum(np.meshgrid(*axes, indexing="ij"), axis=0).ravel() if axes else None
         self._addresses, self._stop = addresses, stop
         self._all, self._starts = _cover(addresses, stop, first.dtype)
 
@@ -117,9 +137,8 @@ class _Items:
         """Return the items of `arrays`, which are copied if they are not aligned or have different strides."""
         first = arrays[0]
         addresses = np.array([_address(array) for array in arrays], np.int64)
-        regular = all(array[0].flags.c_contiguous and array.strides[0] == first.strides[0] for array in arrays)
-        if not regular or first.strides[0] % first.itemsize or (addresses % first.itemsize).any():
-            first = np.concatenate(arrays)
+        if any(array.strides != first.strides for array in arrays) or (addresses % first.itemsize).any():
+            first = np.ascontiguousarray(np.concatenate(arrays))  # `concatenate` keeps the order of axes in memory
             addresses = _address(first) + (np.cumsum(lengths) - lengths) * first.strides[0]
             arrays = [first]
         return cls(arrays, addresses, int((addresses + first.strides[0] * lengths).max()))
@@ -244,8 +263,8 @@ class _Filled:
 class _Matrix:
     """The sources of numbers that are packed into a matrix. Those of one layout are joined, and read together."""
 
-    def __init__(self, kind: np.dtype[Any], width: int, sources: Sequence[Any]) -> None:
-        self._kind, self._width = kind, width
+    def __init__(self, kind: np.dtype[Any], names: Sequence[str], sources: Sequence[Any]) -> None:
+        self._kind, self._names = kind, names
         self._joined: list[tuple[list[int], Any]] = []
         places: dict[object, list[int]] = {}
         for at, source in enumerate(sources):
@@ -255,12 +274,14 @@ class _Matrix:
             self._joined.append((together, type(columns[0]).join(columns)))
 
     def take(self, batch: Positions, within: Positions) -> Array:
-        matrix = np.empty((self._width, len(batch)), self._kind)
+        matrix = np.empty((len(self._names), len(batch)), self._kind)
         count = max(1, _POSITIONS // max(1, len(batch)))
         for together, columns in self._joined:
             for first in range(0, len(together), count):
                 some = slice(first, first + count)
-                matrix[together[some]] = columns.take_columns(some, batch, within)
+                values = columns.take_columns(some, batch, within)
+                check_fits([self._names[at] for at in together[some]], values, self._kind)
+                matrix[together[some]] = values
         return matrix.T
 
 
@@ -275,6 +296,7 @@ class _Arrow:
     def __init__(self, arrays: Sequence[pa.Array], type_: pa.DataType) -> None:
         chunks = pa.chunked_array(arrays, type_)
         self._chunks = chunks.unify_dictionaries() if types.is_dictionary(type_) else chunks
+        chunks[:0].take(pa.array([], pa.int64()))  # raises the error of types whose rows pyarrow cannot take
 
     def take(self, rows: Positions) -> pa.Array:
         values = self._chunks.take(pa.array(rows)).combine_chunks()

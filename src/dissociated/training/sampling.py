@@ -38,12 +38,13 @@ class Sampling:
     - `drop_last`: leave out batches that are not full.
     - `as_arrow`: columns to return as pyarrow Arrays: strings, nested types, columns with nulls.
     - `features`: columns of numbers to pack into one matrix, `batch["features"]`, with a column for each. A mapping has
-      the columns of several matrices by name. The type of a matrix holds the values of all of its columns.
+      the columns of several matrices by name. The type of a matrix is NumPy's common type of its columns. Where that is
+      `float64`, an integer, date or decimal beyond 2^53 raises OptionError, since it would be rounded.
     - `codes`: columns of strings or other values to return as numbers, from 0 on, of their distinct values, which
       `dictionaries` has; -1 is null. The distinct values are found before the first batch.
     - `fill`: the numbers that replace the nulls of columns, by column.
     - `mask`: columns whose nulls are 0, or as `fill` says. `batch["x_mask"]` says which values of `x` are not
-      null.
+      null. No column that is read, and no matrix, may have this name.
     - `rank`, `world_size`: the number of the part to read, and the number of parts. Together, the parts contain every
       row exactly once. All parts have the same number of batches, unless `batch_size` is 1 or there are fewer rows than
       parts. Default: everything; for PyTorch, the part of this process in `torch.distributed` if that is initialized,
