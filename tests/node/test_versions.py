@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import time
@@ -18,7 +19,7 @@ from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.cli import main
 from dissociated.control.commit import StagedSegment
-from dissociated.errors import CatalogError, DatasetNotFound, OptionError
+from dissociated.errors import CatalogError, DatasetNotFound, OptionError, StoreError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.segment import SegmentWriter
@@ -516,6 +517,47 @@ def test_no_version_of_a_catalog_killed_before_it_has_confirmed_a_commit_is_made
         assert latest[1] != lineage_id
         with pytest.raises(DatasetNotFound):
             client.describe_version("d", 2, lineage_id)
+
+
+@pytest.mark.parametrize("database", [":memory:", "catalog.db"])
+def test_a_failed_commit_of_other_nodes_ends_no_lineage(memory: Path, database: str) -> None:
+    uri = f"grpc://127.0.0.1:{free_port()}"
+    path = database if database == ":memory:" else str(memory / database)
+
+    def catalog() -> Node:
+        return Node(Store(memory / "a"), ["shm:"], flight=uri, database=path)
+
+    with catalog():
+        put(uri, "d", table(1))
+        lineage_id = version(uri, "d")[1]
+        with Node(Store(memory / "b"), ["shm:"], catalog=uri) as other, dis.connect(uri) as client:
+            missing = StagedSegment("missing", other.store.id)
+            with pytest.raises(StoreError, match="the segment 'missing' is not in"):
+                client.commit(dis.Commit("d", [missing], SCHEMA, mode="append"))
+    with catalog():
+        put(uri, "d", table(2), mode="append")
+        assert version(uri, "d")[1:] == (lineage_id, [1, 2])
+
+
+@pytest.mark.parametrize("database", [":memory:", "catalog.db"])
+def test_a_full_store_of_a_catalog_with_a_database_refuses_no_commit_of_other_nodes(
+    memory: Path, database: str
+) -> None:
+    path = database if database == ":memory:" else str(memory / database)
+    with (
+        Node(Store(memory / "a"), ["shm:"], database=path) as catalog,
+        Node(Store(memory / "b"), ["shm:"], catalog=catalog.uri) as other,
+        dis.connect(catalog.uri) as client,
+    ):
+        commit = dis.Commit("d", [write_segment(other.uri, "w", 1)], SCHEMA, key="k")
+        with Fault(str(memory / "a"), error=errno.ENOSPC, operations=("create", "write"), times=1000):
+            if database == ":memory:":
+                with pytest.raises(StoreError, match="no space is left for recording the number of 'd'"):
+                    client.commit(commit)
+            else:
+                client.commit(commit)
+        client.commit(commit)
+        assert read(catalog.uri, "d") == [1]
 
 
 def test_a_number_that_a_catalog_from_a_backup_has_forgotten_is_not_used_again(memory: Path) -> None:
