@@ -628,14 +628,17 @@ def test_a_catalog_from_a_backup_whose_nodes_are_all_present_uses_no_number_agai
 class Entry:
     """The only version in the store of a node, whose manifest is damaged while the node is away, and repaired."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, directory: Path | None = None) -> None:
         (held,) = node.store.versions()
-        self.path = node.store.directory / "segments" / held.id
+        self.path = (directory or node.store.directory) / "segments" / held.id
         self._manifest = self.path / "manifest.json"
         self._content = self._manifest.read_bytes()
 
     def damage(self) -> None:
         self._manifest.write_bytes(self._content[:-40])
+
+    def damage_number(self) -> None:
+        self._manifest.write_bytes(self._content.replace(b'"version": 1', b'"version": !'))
 
     def repair(self) -> None:
         self._manifest.write_bytes(self._content)
@@ -759,6 +762,33 @@ def test_a_whole_version_that_is_set_aside_stays_and_no_older_one_is_shown(clust
         restart_node(cluster, "b")
         assert version(cluster.uri, "d")[0::2] == (3, [4])
     assert entry.path.exists()
+
+
+@pytest.mark.parametrize("nodes", ["a", "ab"])
+def test_a_manifest_without_a_readable_number_hides_no_version_and_ends_no_lineage(
+    cluster: Cluster, nodes: str
+) -> None:
+    with dis.connect(cluster.uri) as client:
+        commit_on(client, *(cluster.start_node(name) for name in nodes))
+    cluster.tell()
+    if nodes == "a":
+        cluster.lose_catalog()  # so that the catalog has found the version in the store
+        cluster.tell()
+    number, lineage_id, rows = version(cluster.uri, "d")
+    entry = Entry(cluster.nodes["a"])
+    cluster.nodes["a"].close()
+    entry.damage_number()
+    cluster.start_node("a")
+    cluster.tell()
+    with pytest.raises(CatalogError, match="a part of 'd' is set aside on"):
+        read(cluster.uri, "d")
+    entry.repair()
+    restart_node(cluster, "a")
+    assert (number, version(cluster.uri, "d")) == (1, (1, lineage_id, rows))
+    put(cluster.nodes["a"].uri, "d", table(9), mode="append")
+    appended = version(cluster.uri, "d")
+    assert (appended[0], appended[2]) == (2, [*rows, 9])
+    assert (appended[1] == lineage_id) is (nodes == "ab")  # a version that was found begins another lineage
 
 
 def test_a_part_of_the_catalog_itself_that_is_set_aside_stays_in_its_version(memory: Path) -> None:
