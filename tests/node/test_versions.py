@@ -791,6 +791,34 @@ def test_a_manifest_without_a_readable_number_hides_no_version_and_ends_no_linea
     assert (appended[1] == lineage_id) is (nodes == "ab")  # a version that was found begins another lineage
 
 
+def test_a_dataset_that_is_dropped_while_a_part_is_set_aside_can_be_appended_to(cluster: Cluster) -> None:
+    entry = set_aside_part(cluster)
+    with dis.connect(cluster.uri) as client:
+        client.drop("d")
+        restart_node(cluster, "a")  # its store still counts the version as lost
+        client.put("d", table(4), mode="append")
+    entry.repair()
+    restart_node(cluster, "a")
+    assert not entry.path.exists()
+    assert version(cluster.uri, "d")[0::2] == (2, [4])
+
+
+def test_a_version_of_a_forgotten_node_is_deleted_even_if_it_was_set_aside_meanwhile(cluster: Cluster) -> None:
+    node = cluster.start_node("a")
+    put(node.uri, "d", table(1))
+    cluster.tell()
+    entry = Entry(node)
+    node.close()
+    entry.damage()
+    with dis.connect(cluster.uri) as client:
+        client.forget(node.store.id)
+        cluster.start_node("a")
+        cluster.tell()
+        entry.repair()
+        restart_node(cluster, "a")
+        assert (client.list(), entry.path.exists()) == ([], False)
+
+
 def test_a_part_of_the_catalog_itself_that_is_set_aside_stays_in_its_version(memory: Path) -> None:
     uri = f"grpc://127.0.0.1:{free_port()}"
 

@@ -434,7 +434,7 @@ class Database:
             if not self._tables.all("SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL", name):
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
             versions.remove("dropped", "by request", "name = ?", name)
-            versions.mark_lost(name, Loss.NONE)  # also if files of it were missing: nobody misses its rows any more
+            versions.mark_lost(name, Loss.DROPPED)  # also if files of it were missing: nobody misses its rows any more
 
     def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[Version]:
         """Return the datasets whose names begin with `prefix` and that have all of `tags`, sorted by name."""
