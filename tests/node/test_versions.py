@@ -819,6 +819,25 @@ def test_a_version_of_a_forgotten_node_is_deleted_even_if_it_was_set_aside_meanw
         assert (client.list(), entry.path.exists()) == ([], False)
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_version_of_the_catalog_itself_that_was_set_aside_during_a_drop_or_a_put_is_deleted(
+    memory: Path, is_dropped: bool
+) -> None:
+    with start_with_database(memory) as node:
+        put(node.uri, "d", table(1))
+        entry = Entry(node)
+    entry.damage()
+    with start_with_database(memory) as node, dis.connect(node.uri) as client:
+        if is_dropped:
+            client.drop("d")
+        else:
+            client.put("d", table(2))
+    entry.repair()
+    with start_with_database(memory) as node, dis.connect(node.uri) as client:
+        assert not entry.path.exists()
+        assert [read(node.uri, info.name) for info in client.list()] == ([] if is_dropped else [[2]])
+
+
 def test_a_part_of_the_catalog_itself_that_is_set_aside_stays_in_its_version(memory: Path) -> None:
     uri = f"grpc://127.0.0.1:{free_port()}"
 

@@ -528,8 +528,13 @@ class LocalCatalog(Catalog):
                 self._record_deletions(unreferenced)
 
     def _record_deletions(self, parts: Sequence[str]) -> None:
-        """Delete from the database those parts that are no longer in the store."""
-        self._database.delete_parts([part for part in parts if self._backend.store.version(part) is None])
+        """Delete from the database those parts that are no longer in the store.
+
+        A part that is set aside remains in the database, so that it is deleted when the store can read it.
+        """
+        store = self._backend.store
+        set_aside = store.set_aside_ids
+        self._database.delete_parts([part for part in parts if store.version(part) is None and part not in set_aside])
 
     def _version_number(self, part: str) -> int | None:
         return self._database.version_of(part)
