@@ -898,6 +898,32 @@ def test_versions_on_disk_are_those_of_the_store_that_has_the_disk_now(cluster: 
     assert len(after.store.versions()) == 1
 
 
+def test_a_version_on_disk_that_is_set_aside_is_that_of_the_store_that_has_the_disk_now(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The memory of a node is lost twice, and the manifest on disk cannot be read in between."""
+    options: dict[str, Any] = {"limit": 2 * MIB, "policy": Policy.SPILL, "spill": tmp_path / "disk"}
+    before = cluster.start_node("before", **options)
+    put(before.uri, "d", table(*range(100_000)))
+    cluster.tell()
+    before.store.ensure_room("new", int(1.9 * MIB))
+    entry = Entry(before, tmp_path / "disk")
+    cluster.nodes.pop("before").close()
+    entry.damage()
+    between = cluster.start_node("between", **options)
+    cluster.tell()
+    with dis.connect(cluster.uri) as client:
+        with pytest.raises(CatalogError, match="'d' cannot be appended to: a part of 'd' is set aside on"):
+            client.put("d", table(1), mode="append")
+        client.forget(before.store.id)
+        cluster.nodes.pop("between").close()
+        entry.repair()
+        cluster.start_node("after", **options)
+        cluster.tell()
+        client.forget(between.store.id)
+        assert client.read("d").read_all().num_rows == 100_000
+
+
 def test_the_order_is_that_of_the_numbers_whatever_the_clock_says(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
