@@ -838,6 +838,25 @@ def test_a_version_of_the_catalog_itself_that_was_set_aside_during_a_drop_or_a_p
         assert [read(node.uri, info.name) for info in client.list()] == ([] if is_dropped else [[2]])
 
 
+def test_a_version_with_a_damaged_second_copy_on_disk_is_not_set_aside(memory: Path, tmp_path: Path) -> None:
+    """A move to disk was not finished."""
+
+    def start_node() -> Node:
+        store = Store(memory / "store", limit=8 * MIB, policy=Policy.SPILL, spill=tmp_path / "disk")
+        return Node(store, ["shm:"], database=str(memory / "catalog.db"))
+
+    with start_node() as node:
+        put(node.uri, "d", table(1))
+        entry = Entry(node)
+    copy = tmp_path / "disk" / "segments" / entry.path.name
+    shutil.copytree(entry.path, copy)
+    (copy / "manifest.json").write_bytes(b"")
+    with start_node() as node, dis.connect(node.uri) as client:
+        assert client.status().unreadable_parts == 0
+        client.put("d", table(2), mode="append")
+        assert read(node.uri, "d") == [1, 2]
+
+
 def test_a_part_of_the_catalog_itself_that_is_set_aside_stays_in_its_version(memory: Path) -> None:
     uri = f"grpc://127.0.0.1:{free_port()}"
 
