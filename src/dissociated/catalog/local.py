@@ -319,9 +319,10 @@ class LocalCatalog(Catalog):
 
         The store may know that the part is not the whole of a later version, which a restored database lacks.
         """
-        stored = self._backend.store.version(version.parts[0].id)
-        is_sole = len(version.parts) == 1 and (stored is None or stored.whole)
-        return self._registry.lookup(version.parts[0].ticket) if is_sole else None
+        if len(version.parts) != 1:
+            return None
+        stored = self._backend.store.version(version.part.id)
+        return self._registry.lookup(version.part.ticket) if stored is None or stored.whole else None
 
     def _commit_local(
         self, commit: Commit, current: Version | None, dataset: Dataset | None, new_lineage: bool

@@ -273,7 +273,8 @@ class Versions:
             return
         sql = "SELECT 1 FROM numbers WHERE name = ? AND last > ?"
         is_overtaken = bool(self._tables.all(sql, version.name, version.number))
-        self.publish(version, origin=Origin.FOUND | (Origin.OVERTAKEN if is_overtaken else Origin.COMMITTED))
+        origin = Origin.FOUND | Origin.OVERTAKEN if is_overtaken else Origin.FOUND
+        self.publish(version, origin=origin)
         if later:
             self._hide_found(version.name, later["published"])
 
