@@ -204,6 +204,16 @@ def test_a_time_to_live(database: Database, clock: Clock) -> None:
     assert database.changes > before
 
 
+def test_a_dataset_that_expired_is_not_lost_even_if_its_node_could_not_read_it(
+    database: Database, clock: Clock
+) -> None:
+    database.publish(Commit("d", key="0", ttl=10), SCHEMA, [part("0")])
+    clock.now += 11
+    lost = Removal.of(1, lost=True, published=True)
+    database.register(A, [], "", FOREVER, serial=0, removed={"d": lost}, set_aside=["0"])
+    assert database.next_version("d", append=True) == 2
+
+
 def test_drop(database: Database) -> None:
     database.publish(Commit("d", key="1"), SCHEMA, [part("1")])
     database.find("d", retain=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import time
@@ -18,7 +19,7 @@ from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.cli import main
 from dissociated.control.commit import StagedSegment
-from dissociated.errors import CatalogError, DatasetNotFound, OptionError
+from dissociated.errors import CatalogError, DatasetNotFound, OptionError, StoreError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.segment import SegmentWriter
@@ -518,6 +519,47 @@ def test_no_version_of_a_catalog_killed_before_it_has_confirmed_a_commit_is_made
             client.describe_version("d", 2, lineage_id)
 
 
+@pytest.mark.parametrize("database", [":memory:", "catalog.db"])
+def test_a_failed_commit_of_other_nodes_ends_no_lineage(memory: Path, database: str) -> None:
+    uri = f"grpc://127.0.0.1:{free_port()}"
+    path = database if database == ":memory:" else str(memory / database)
+
+    def catalog() -> Node:
+        return Node(Store(memory / "a"), ["shm:"], flight=uri, database=path)
+
+    with catalog():
+        put(uri, "d", table(1))
+        lineage_id = version(uri, "d")[1]
+        with Node(Store(memory / "b"), ["shm:"], catalog=uri) as other, dis.connect(uri) as client:
+            missing = StagedSegment("missing", other.store.id)
+            with pytest.raises(StoreError, match="the segment 'missing' is not in"):
+                client.commit(dis.Commit("d", [missing], SCHEMA, mode="append"))
+    with catalog():
+        put(uri, "d", table(2), mode="append")
+        assert version(uri, "d")[1:] == (lineage_id, [1, 2])
+
+
+@pytest.mark.parametrize("database", [":memory:", "catalog.db"])
+def test_a_full_store_of_a_catalog_with_a_database_refuses_no_commit_of_other_nodes(
+    memory: Path, database: str
+) -> None:
+    path = database if database == ":memory:" else str(memory / database)
+    with (
+        Node(Store(memory / "a"), ["shm:"], database=path) as catalog,
+        Node(Store(memory / "b"), ["shm:"], catalog=catalog.uri) as other,
+        dis.connect(catalog.uri) as client,
+    ):
+        commit = dis.Commit("d", [write_segment(other.uri, "w", 1)], SCHEMA, key="k")
+        with Fault(str(memory / "a"), error=errno.ENOSPC, operations=("create", "write"), times=1000):
+            if database == ":memory:":
+                with pytest.raises(StoreError, match="no space is left for recording the number of 'd'"):
+                    client.commit(commit)
+            else:
+                client.commit(commit)
+        client.commit(commit)
+        assert read(catalog.uri, "d") == [1]
+
+
 def test_a_number_that_a_catalog_from_a_backup_has_forgotten_is_not_used_again(memory: Path) -> None:
     """The store of the catalog knows the number; the node with the rows is away."""
     path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
@@ -586,14 +628,17 @@ def test_a_catalog_from_a_backup_whose_nodes_are_all_present_uses_no_number_agai
 class Entry:
     """The only version in the store of a node, whose manifest is damaged while the node is away, and repaired."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, directory: Path | None = None) -> None:
         (held,) = node.store.versions()
-        self.path = node.store.directory / "segments" / held.id
+        self.path = (directory or node.store.directory) / "segments" / held.id
         self._manifest = self.path / "manifest.json"
         self._content = self._manifest.read_bytes()
 
     def damage(self) -> None:
         self._manifest.write_bytes(self._content[:-40])
+
+    def damage_number(self) -> None:
+        self._manifest.write_bytes(self._content.replace(b'"version": 1', b'"version": !'))
 
     def repair(self) -> None:
         self._manifest.write_bytes(self._content)
@@ -719,6 +764,99 @@ def test_a_whole_version_that_is_set_aside_stays_and_no_older_one_is_shown(clust
     assert entry.path.exists()
 
 
+@pytest.mark.parametrize("nodes", ["a", "ab"])
+def test_a_manifest_without_a_readable_number_hides_no_version_and_ends_no_lineage(
+    cluster: Cluster, nodes: str
+) -> None:
+    with dis.connect(cluster.uri) as client:
+        commit_on(client, *(cluster.start_node(name) for name in nodes))
+    cluster.tell()
+    if nodes == "a":
+        cluster.lose_catalog()  # so that the catalog has found the version in the store
+        cluster.tell()
+    number, lineage_id, rows = version(cluster.uri, "d")
+    entry = Entry(cluster.nodes["a"])
+    cluster.nodes["a"].close()
+    entry.damage_number()
+    cluster.start_node("a")
+    cluster.tell()
+    with pytest.raises(CatalogError, match="a part of 'd' is set aside on"):
+        read(cluster.uri, "d")
+    entry.repair()
+    restart_node(cluster, "a")
+    assert (number, version(cluster.uri, "d")) == (1, (1, lineage_id, rows))
+    put(cluster.nodes["a"].uri, "d", table(9), mode="append")
+    appended = version(cluster.uri, "d")
+    assert (appended[0], appended[2]) == (2, [*rows, 9])
+    assert (appended[1] == lineage_id) is (nodes == "ab")  # a version that was found begins another lineage
+
+
+def test_a_dataset_that_is_dropped_while_a_part_is_set_aside_can_be_appended_to(cluster: Cluster) -> None:
+    entry = set_aside_part(cluster)
+    with dis.connect(cluster.uri) as client:
+        client.drop("d")
+        restart_node(cluster, "a")  # its store still counts the version as lost
+        client.put("d", table(4), mode="append")
+    entry.repair()
+    restart_node(cluster, "a")
+    assert not entry.path.exists()
+    assert version(cluster.uri, "d")[0::2] == (2, [4])
+
+
+def test_a_version_of_a_forgotten_node_is_deleted_even_if_it_was_set_aside_meanwhile(cluster: Cluster) -> None:
+    node = cluster.start_node("a")
+    put(node.uri, "d", table(1))
+    cluster.tell()
+    entry = Entry(node)
+    node.close()
+    entry.damage()
+    with dis.connect(cluster.uri) as client:
+        client.forget(node.store.id)
+        cluster.start_node("a")
+        cluster.tell()
+        entry.repair()
+        restart_node(cluster, "a")
+        assert (client.list(), entry.path.exists()) == ([], False)
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_version_of_the_catalog_itself_that_was_set_aside_during_a_drop_or_a_put_is_deleted(
+    memory: Path, is_dropped: bool
+) -> None:
+    with start_with_database(memory) as node:
+        put(node.uri, "d", table(1))
+        entry = Entry(node)
+    entry.damage()
+    with start_with_database(memory) as node, dis.connect(node.uri) as client:
+        if is_dropped:
+            client.drop("d")
+        else:
+            client.put("d", table(2))
+    entry.repair()
+    with start_with_database(memory) as node, dis.connect(node.uri) as client:
+        assert not entry.path.exists()
+        assert [read(node.uri, info.name) for info in client.list()] == ([] if is_dropped else [[2]])
+
+
+def test_a_version_with_a_damaged_second_copy_on_disk_is_not_set_aside(memory: Path, tmp_path: Path) -> None:
+    """A move to disk was not finished."""
+
+    def start_node() -> Node:
+        store = Store(memory / "store", limit=8 * MIB, policy=Policy.SPILL, spill=tmp_path / "disk")
+        return Node(store, ["shm:"], database=str(memory / "catalog.db"))
+
+    with start_node() as node:
+        put(node.uri, "d", table(1))
+        entry = Entry(node)
+    copy = tmp_path / "disk" / "segments" / entry.path.name
+    shutil.copytree(entry.path, copy)
+    (copy / "manifest.json").write_bytes(b"")
+    with start_node() as node, dis.connect(node.uri) as client:
+        assert client.status().unreadable_parts == 0
+        client.put("d", table(2), mode="append")
+        assert read(node.uri, "d") == [1, 2]
+
+
 def test_a_part_of_the_catalog_itself_that_is_set_aside_stays_in_its_version(memory: Path) -> None:
     uri = f"grpc://127.0.0.1:{free_port()}"
 
@@ -777,6 +915,32 @@ def test_versions_on_disk_are_those_of_the_store_that_has_the_disk_now(cluster: 
         cluster.tell()
         assert client.read("d").read_all().num_rows == 100_000
     assert len(after.store.versions()) == 1
+
+
+def test_a_version_on_disk_that_is_set_aside_is_that_of_the_store_that_has_the_disk_now(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The memory of a node is lost twice, and the manifest on disk cannot be read in between."""
+    options: dict[str, Any] = {"limit": 2 * MIB, "policy": Policy.SPILL, "spill": tmp_path / "disk"}
+    before = cluster.start_node("before", **options)
+    put(before.uri, "d", table(*range(100_000)))
+    cluster.tell()
+    before.store.ensure_room("new", int(1.9 * MIB))
+    entry = Entry(before, tmp_path / "disk")
+    cluster.nodes.pop("before").close()
+    entry.damage()
+    between = cluster.start_node("between", **options)
+    cluster.tell()
+    with dis.connect(cluster.uri) as client:
+        with pytest.raises(CatalogError, match="'d' cannot be appended to: a part of 'd' is set aside on"):
+            client.put("d", table(1), mode="append")
+        client.forget(before.store.id)
+        cluster.nodes.pop("between").close()
+        entry.repair()
+        cluster.start_node("after", **options)
+        cluster.tell()
+        client.forget(between.store.id)
+        assert client.read("d").read_all().num_rows == 100_000
 
 
 def test_the_order_is_that_of_the_numbers_whatever_the_clock_says(

@@ -18,8 +18,9 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.client.partitions import slices
+from dissociated.client.request import ReadRequest
 from dissociated.control.commit import StagedSegment
-from dissociated.errors import DissociatedError, OptionError, SourceError
+from dissociated.errors import CatalogError, DissociatedError, OptionError, SourceError
 from dissociated.node.node import Node
 from dissociated.spark import publish, read
 from dissociated.spark.columns import spark_schema
@@ -380,6 +381,24 @@ def test_one_large_batch_is_cut_within(spark: SparkSession, server: dis.Server) 
 def test_wrong_options_are_told(spark: SparkSession, options: dict[str, str], message: str) -> None:
     with pytest.raises(PySparkException, match=message):
         spark.read.format("dissociated").options(**options).load()
+
+
+def test_no_task_waits_for_a_part_that_is_set_aside(memory: Path) -> None:
+    """A wait of a day would exceed the time of the test."""
+
+    def start_node() -> Node:
+        return Node(Store(memory / "store"), ["shm:"], database=str(memory / "catalog.db"))
+
+    with start_node() as node, dis.connect(node.uri) as client:
+        client.put("d", TABLE)
+        (stored,) = node.store.versions()
+    (memory / "store" / "segments" / stored.id / "manifest.json").write_bytes(b"")
+    with start_node() as node, dis.connect(node.uri) as client:
+        request = DatasetRequest.parse({"catalog": node.uri, "path": "d", "wait": "86400"})
+        info = request.describe(client)
+        (endpoint,) = info.endpoints
+        with pytest.raises(CatalogError, match="a part of 'd' is set aside on"):
+            request.open(client, info, endpoint, ReadRequest())
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ class Database:
             held_ids = {version.id for version in announced}
             self._tables.run("UPDATE parts SET set_aside = 0 WHERE node = ? AND set_aside", (node.id,))
             for part in {*set_aside} - held_ids:
-                self._tables.run("UPDATE parts SET set_aside = 1 WHERE id = ? AND node = ?", (part, node.id))
+                self._tables.run("UPDATE parts SET set_aside = 1, node = ? WHERE id = ?", (node.id, part))
             held_ids |= {*set_aside}
             for row in self._tables.all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
                 if row["id"] not in held_ids:
@@ -159,8 +159,8 @@ class Database:
     def _record_announced(self, versions: Versions, announced: Sequence[Version]) -> None:
         """Record versions that a node holds."""
         for version in sorted(announced, key=lambda version: (version.number, version.serial)):
-            # A spill directory outlives its store: the next store has another id, and the same parts.
-            sql = "UPDATE parts SET node = :node WHERE id = :id AND node != :node"
+            # A spill directory outlives its store: the next store has another id, and the same parts (also above).
+            sql = "UPDATE parts SET node = :node, set_aside = 0 WHERE id = :id AND node != :node"
             self._tables.run(sql, {"node": version.part.node, "id": version.id})
             if not version.whole:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (version.id,))
@@ -434,7 +434,7 @@ class Database:
             if not self._tables.all("SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL", name):
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
             versions.remove("dropped", "by request", "name = ?", name)
-            versions.mark_lost(name, Loss.NONE)  # also if files of it were missing: nobody misses its rows any more
+            versions.mark_lost(name, Loss.DROPPED)  # also if files of it were missing: nobody misses its rows any more
 
     def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[Version]:
         """Return the datasets whose names begin with `prefix` and that have all of `tags`, sorted by name."""

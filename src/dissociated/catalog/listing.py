@@ -117,8 +117,9 @@ class Listing:
     ) -> flight.FlightEndpoint:
         """Return the endpoint of one part, with the locations nearest to the caller first.
 
-        Dead nodes are listed in the metadata, but get no location. A caller that does not send its host (our clients do
-        send it) may know only Flight and use the first location, so that is a Flight server then.
+        Nodes that are dead, or have set the part aside, are listed in the metadata, but get no location. A caller that
+        does not send its host (our clients do send it) may know only Flight and use the first location, so that is a
+        Flight server then.
 
         Args:
             part: The part.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import secrets
 import threading
 import time
@@ -36,6 +37,8 @@ from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, Stor
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
 from dissociated.store.numbers import Removal
+
+_log = logging.getLogger(__name__)
 
 _MAX_COMPARED = 1000  # names that an unknown name is compared with
 
@@ -316,9 +319,10 @@ class LocalCatalog(Catalog):
 
         The store may know that the part is not the whole of a later version, which a restored database lacks.
         """
-        stored = self._backend.store.version(version.parts[0].id)
-        is_sole = len(version.parts) == 1 and (stored is None or stored.whole)
-        return self._registry.lookup(version.parts[0].ticket) if is_sole else None
+        if len(version.parts) != 1:
+            return None
+        stored = self._backend.store.version(version.part.id)
+        return self._registry.lookup(version.part.ticket) if stored is None or stored.whole else None
 
     def _commit_local(
         self, commit: Commit, current: Version | None, dataset: Dataset | None, new_lineage: bool
@@ -359,8 +363,6 @@ class LocalCatalog(Catalog):
     def _commit_distributed(self, commit: Commit, by_node: Mapping[str, Commit]) -> None:
         """Have each node prepare its part, and publish all parts in one transaction of the database."""
         nodes = self._members.find(by_node)
-        if self.node.id not in by_node:  # Otherwise the manifest of this node's own part has the number.
-            self._backend.store.use_number(commit.name, commit.number)
         parts = []
         encoded_schemas = set()
         for number, (node, own) in enumerate(by_node.items()):
@@ -370,8 +372,19 @@ class LocalCatalog(Catalog):
             encoded_schemas.add(base64.b64decode(prepared["schema"]))
         if len(encoded_schemas) > 1:
             raise CatalogError(f"the segments of {commit.name!r} have different schemas: write all with one schema")
+        if self.node.id not in by_node:  # Otherwise the manifest of this node's own part has the number.
+            self._use_number(commit)
         self._database.publish(commit, encoded_schemas.pop(), parts)
         self._clean_up(self._confirm)
+
+    def _use_number(self, commit: Commit) -> None:
+        """Record the number of a commit in the store. Errors are raised only if no database has it after a restart."""
+        try:
+            self._backend.store.use_number(commit.name, commit.number)
+        except StoreError as error:
+            if not self._database.is_durable:
+                raise
+            _log.warning("a number has no second record in the store: error=%s", error)
 
     def _confirm(self) -> None:
         """Tell the store which of its prepared versions are published."""
@@ -516,8 +529,13 @@ class LocalCatalog(Catalog):
                 self._record_deletions(unreferenced)
 
     def _record_deletions(self, parts: Sequence[str]) -> None:
-        """Delete from the database those parts that are no longer in the store."""
-        self._database.delete_parts([part for part in parts if self._backend.store.version(part) is None])
+        """Delete from the database those parts that are no longer in the store.
+
+        A part that is set aside remains in the database, so that it is deleted when the store can read it.
+        """
+        store = self._backend.store
+        set_aside = store.set_aside_ids
+        self._database.delete_parts([part for part in parts if store.version(part) is None and part not in set_aside])
 
     def _version_number(self, part: str) -> int | None:
         return self._database.version_of(part)

@@ -179,7 +179,7 @@ class UpstreamCatalog(Catalog):
                 node=asdict(self.node),
                 parts=self._reported(versions),
                 numbers={name: [*removed] for name, removed in self._backend.store.removals().items()},
-                aside=[*self._backend.store.set_aside_ids],
+                aside=self._backend.store.set_aside_ids,
                 serial=serial,
                 guarded=self.security.authorize is not None,
                 signs=self._registry.tickets.fingerprint(),

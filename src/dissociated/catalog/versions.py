@@ -49,7 +49,8 @@ class Origin(IntFlag):
 class Loss(IntEnum):
     """The way in which the last version of a dataset was lost. See `Database.register`."""
 
-    NONE = 0  # It is here, or was dropped or replaced.
+    DROPPED = -1  # It was dropped here, or expired. A node that reports it as lost has not heard of that.
+    NONE = 0  # It is here or was replaced, or a node reports that it was dropped.
     MISSING = 1  # Its node no longer holds it. If the node holds it again later, it is shown again.
     FORGOTTEN = 2  # Its node was forgotten, and deletes it when it returns.
 
@@ -103,6 +104,8 @@ class Versions:
             self._change(row, *outcome)
             if outcome[0] == "evicted":
                 self.mark_lost(row["name"])
+            elif outcome[0] == "expired":
+                self.mark_lost(row["name"], Loss.DROPPED)
         self._tables.run(f"DELETE FROM versions WHERE {condition}", values)
 
     def _change(self, version: sqlite3.Row, kind: str, why: str) -> None:
@@ -126,7 +129,7 @@ class Versions:
     def check_not_lost(self, name: str) -> None:
         """Raise CatalogError if the rows to append to are lost: the new rows alone would become the dataset."""
         lost = self._tables.run(
-            "SELECT published FROM numbers WHERE name = :name AND lost"
+            "SELECT published FROM numbers WHERE name = :name AND lost > 0"
             " AND NOT EXISTS (SELECT 1 FROM versions WHERE name = :name AND replaced IS NULL)",
             {"name": name},
         ).fetchone()
@@ -158,8 +161,9 @@ class Versions:
 
     def find_number(self, name: str, number: int) -> None:
         """Reserve a number that a store has. If this database has not assigned it, the current version is overtaken."""
+        # The plus makes SQLite use the index of current versions, in place of all versions of the name.
         self._tables.run(
-            "UPDATE versions SET origin = origin | :overtaken WHERE name = :name AND number < :number"
+            "UPDATE versions SET origin = origin | :overtaken WHERE name = :name AND +number < :number"
             " AND replaced IS NULL AND (SELECT last FROM numbers WHERE name = :name) < :number",
             {"overtaken": Origin.OVERTAKEN, "name": name, "number": number},
         )
@@ -171,11 +175,21 @@ class Versions:
         return bool(self._tables.all(sql, name, Origin.OVERTAKEN))
 
     def _publish_number(self, name: str, number: int, lost: bool) -> None:
-        """Record the last published version of `name`, and whether it was lost, unless a later one is known."""
+        """Record the last published version of `name`, and whether it was lost.
+
+        Nothing changes if a later version is known, or if this version was dropped or forgotten here.
+        """
         self.use_number(name, number)
         self._tables.run(
-            "UPDATE numbers SET published = :number, lost = :lost WHERE name = :name AND published <= :number",
-            {"name": name, "number": number, "lost": lost},
+            "UPDATE numbers SET published = :number, lost = :lost WHERE name = :name"
+            " AND (published < :number OR published = :number AND lost NOT IN (:dropped, :forgotten))",
+            {
+                "name": name,
+                "number": number,
+                "lost": lost,
+                "dropped": Loss.DROPPED,
+                "forgotten": Loss.FORGOTTEN,
+            },
         )
 
     def mark_lost(self, name: str, loss: Loss = Loss.MISSING) -> None:
@@ -242,7 +256,7 @@ class Versions:
         committed_here = bool(current) and not current[0]["origin"] & Origin.FOUND
         foreign = committed_here and version.catalog != self._tables.id
         later = self._tables.run(
-            "SELECT published, lost AND published > :number AND NOT EXISTS"
+            "SELECT published, lost > 0 AND published > :number AND NOT EXISTS"
             " (SELECT 1 FROM versions WHERE name = :name AND (replaced IS NULL OR number >= :number)) AS is_last_left"
             " FROM numbers WHERE name = :name AND (published > :number OR published = :number AND NOT :is_missing)",
             {"name": version.name, "number": version.number, "is_missing": self._is_missing_version(version)},
@@ -259,7 +273,8 @@ class Versions:
             return
         sql = "SELECT 1 FROM numbers WHERE name = ? AND last > ?"
         is_overtaken = bool(self._tables.all(sql, version.name, version.number))
-        self.publish(version, origin=Origin.FOUND | (Origin.OVERTAKEN if is_overtaken else Origin.COMMITTED))
+        origin = Origin.FOUND | Origin.OVERTAKEN if is_overtaken else Origin.FOUND
+        self.publish(version, origin=origin)
         if later:
             self._hide_found(version.name, later["published"])
 

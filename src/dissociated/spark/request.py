@@ -145,7 +145,8 @@ class DatasetRequest:
 
         While no node with the endpoint answers, the endpoint is looked up and opened again, for the `wait` of the
         catalog. It may have moved. If it lies on a node of this host that tasks had started and that has ended, the
-        node is started again: its store still exists.
+        node is started again: its store still exists. Nothing waits for a part that is set aside, since a person has to
+        repair it first.
 
         Returns:
             A reader, which the caller closes after use.
@@ -164,7 +165,7 @@ class DatasetRequest:
             except (CatalogError, TransportError, DeadlineExceeded):
                 if not restarted and host_name() in endpoint.hosts and restart_here(self.catalog.uri):
                     restarted = True
-                elif time.monotonic() >= deadline or not self._is_away(client, endpoint):
+                elif endpoint.set_aside or time.monotonic() >= deadline or not self._is_away(client, endpoint):
                     raise
             time.sleep(RETRY_DELAY)
             if number is not None:

@@ -101,12 +101,17 @@ class SetAside:
 
         If the number is gone, the serial number stands for it: the store's own catalog has assigned no larger one.
         """
-        name, number = self.manifest.get("name"), self.manifest.get("version")
-        if not is_count(number) or not number:
-            number = max(1, self.serial)
+        name = self.manifest.get("name")
         if not isinstance(name, str):
             return None
+        number = self.number or max(1, self.serial)
         return name, Removal.of(number, lost=True, published=not self.manifest.get("prepared"))
+
+    @property
+    def number(self) -> int:
+        """The number of the version, or 0 if its manifest does not have it."""
+        number = self.manifest.get("version")
+        return number if is_count(number) else 0
 
     def replaces(self, version: Version) -> bool:
         """Return whether this entry is, by its manifest, a later version of the dataset of `version`."""

@@ -235,9 +235,12 @@ class Places:
         for directory in self._directories():
             for name, removed in directory.numbers.records().items():
                 records[name] = records.get(name, removed).merge(removed)
+        recorded_names = {*records}
         for entry in self.set_aside:
             if (removal := entry.removal) is not None:
                 name, removed = removal
+                if not entry.number and name in recorded_names:
+                    continue  # the record has the number, since a version is recorded when it is published
                 records[name] = records.get(name, removed).merge(removed)
         unseen_records = {name: self._missing(name, removed) for name, removed in records.items()}
         return {name: removed for name, removed in unseen_records.items() if removed is not None}

@@ -216,8 +216,8 @@ class Store(ProcessBound):
 
     @property
     def set_aside_ids(self) -> list[str]:
-        """The ids of the versions that are set aside."""
-        return [entry.id for entry in self.set_aside if entry.id is not None]
+        """The ids of the versions that are set aside. A version with a second, readable copy is not."""
+        return [entry.id for entry in self.set_aside if entry.id is not None and self.version(entry.id) is None]
 
     def usage(self) -> Usage:
         """Return the bytes that the store takes now."""

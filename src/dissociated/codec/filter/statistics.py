@@ -186,7 +186,7 @@ class _NumberCollector(_ColumnCollector):
 class _DecimalCollector(_ColumnCollector):
     """A collector for decimals of up to 18 digits: the first of their two words has all digits, and the sign.
 
-    There is no range if a value has more digits than its type allows, since a filter compares all of them.
+    There is no range if a value does not fit into the first word: a filter compares all its digits.
     """
 
     def _range(self, values: pa.Array) -> _Range:
