@@ -284,7 +284,7 @@ def test_only_weights_of_rows_that_pass_the_filter_count(server: dis.Server, cli
         assert [batch["n"].tolist() for batch in with_null] == [[2, 2, 2, 2]]
     with pytest.raises(OptionError, match="'weight' has nulls, which are no weights"):
         Batches(handle, columns=["n"], weights="weight")
-    with pytest.raises(WrongKind, match="'label' is string, which is no weight"):
+    with pytest.raises(WrongKind, match="'label' is string, and weights are numbers"):
         Batches(handle, columns=["n"], weights="label")
     with pytest.raises(OptionError, match=r"no string as column 'label': \[1\]"):
         Batches(handle, columns=["n"], weights={"label": {1: 1}})

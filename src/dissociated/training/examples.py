@@ -101,8 +101,8 @@ class Examples:
             row_weights = _class_weights(weights, values, classes, passing)
         elif not any(test(type_) for test in (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)):
             raise WrongKind(
-                f"column {weights!r} is {type_}, which is no weight: give the weight of each of its values, as in "
-                f"weights={{{weights!r}: {{...}}}}"
+                f"column {weights!r} is {type_}, and weights are numbers: give weights= a mapping from the column to "
+                "the weight of each of its values"
             )
         else:
             values = values if passing is None else values.take(pa.array(passing))
