@@ -18,7 +18,7 @@ flights: .venv/demo.stamp
 test: .venv/dev.stamp
 	# The archive has one core. The others have the second, and take as long together.
 	$(MAKE) --jobs 2 --output-sync .venv/spark.jsa lint .venv/collected.stamp
-	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
@@ -29,7 +29,7 @@ lint: .venv/dev.stamp
 coverage: .venv/dev.stamp .venv/coverage.stamp .venv/spark.jsa
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/python -m coverage run -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m coverage run -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet
 	$(BIN)/python -m coverage report --skip-covered --sort=cover
@@ -77,7 +77,7 @@ check-tag:
 .venv/spark.jsa: .venv/dev.stamp
 	cd tests && ../$(BIN)/python -m spark.archive ../$@
 
-# Compile the tests once, in 15 s of processor time: otherwise each of the five workers of a first run would do so. An
+# Compile the tests once, in 15 s of processor time: otherwise each of the four workers of a first run would do so. An
 # error is ignored here, because the test run reports it.
 .venv/collected.stamp: .venv/dev.stamp
 	-$(BIN)/python -m pytest --collect-only --quiet --quiet > /dev/null
