@@ -308,10 +308,11 @@ def test_nothing_is_appended_to_rows_that_are_gone_from_the_store_of_a_node_with
 
 
 class Cluster:
-    """A catalog that can lose all its data, and nodes that report their contents to it."""
+    """A catalog without a store, which can lose its data or get them from a backup, and nodes that report to it."""
 
-    def __init__(self, directory: Path, running: ExitStack) -> None:
+    def __init__(self, directory: Path, running: ExitStack, database: str = ":memory:", retain: float = 300.0) -> None:
         self._directory, self._running = directory, running
+        self._database, self._retain = database, retain
         self._uri = f"grpc://127.0.0.1:{free_port()}"
         self.nodes: dict[str, Node] = {}
         self.start_catalog()
@@ -321,11 +322,24 @@ class Cluster:
         return self._uri
 
     def start_catalog(self) -> None:
-        self.catalog = CatalogService(self._uri, database=Database(clock=lambda: time.time()), retain=300.0)
+        database = Database(self._database, clock=lambda: time.time())
+        self.catalog = CatalogService(self._uri, database=database, retain=self._retain)
         self._running.callback(self.catalog.close)
 
     def lose_catalog(self) -> None:
         self.catalog.close()
+        self.start_catalog()
+
+    def back_up(self) -> None:
+        """Keep a copy of the database, which must be a file."""
+        self.catalog.close()
+        self._backup = Path(self._database).read_bytes()
+        self.start_catalog()
+
+    def restore(self) -> None:
+        """Go on with the copy of the database."""
+        self.catalog.close()
+        Path(self._database).write_bytes(self._backup)
         self.start_catalog()
 
     def start_node(self, name: str, **options: Any) -> Node:
@@ -344,6 +358,13 @@ class Cluster:
 def cluster(memory: Path) -> Iterator[Cluster]:
     with ExitStack() as running:
         yield Cluster(memory, running)
+
+
+@pytest.fixture
+def backed_up(memory: Path) -> Iterator[Cluster]:
+    """Yield a cluster that has a database file, and keeps no version that was replaced."""
+    with ExitStack() as running:
+        yield Cluster(memory, running, str(memory / "catalog.db"), retain=0.0)
 
 
 def commit_on(client: dis.Client, *nodes: Node) -> None:
@@ -588,38 +609,24 @@ def test_a_number_that_a_catalog_from_a_backup_has_forgotten_is_not_used_again(m
 
 
 @pytest.mark.parametrize("mode", ["append", "overwrite"])
-def test_a_catalog_from_a_backup_whose_nodes_are_all_present_uses_no_number_again(memory: Path, mode: str) -> None:
+def test_a_catalog_from_a_backup_whose_nodes_are_all_present_uses_no_number_again(
+    backed_up: Cluster, mode: str
+) -> None:
     """The catalog has no store, so only the node of the later version knows that there was one."""
-    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
-
-    def catalog() -> CatalogService:
-        return CatalogService(uri, database=Database(str(path)))
-
-    with ExitStack() as running:
-        first = catalog()
-        a, b = (
-            running.enter_context(Node(Store(memory / name), ["shm:"], catalog=uri, heartbeat_interval=SELDOM))
-            for name in "ab"
-        )
-        put(a.uri, "d", table(1))
-        lineage_id = version(uri, "d")[1]
-        first.close()
-        backup = path.read_bytes()
-        first = catalog()
-        put(b.uri, "d", table(2), mode=mode)
-        later = version(uri, "d")
-        for node in (a, b):
-            node.service.catalog.reconcile()
-        first.close()
-        path.write_bytes(backup)
-        with closing(catalog()):
-            for node in (a, b, a, b):
-                node.service.catalog.reconcile()
-            put(a.uri, "d", table(3), mode="append")
-            latest = version(uri, "d")
-            assert latest[0] == 3
-            assert latest[1] not in (lineage_id, later[1])
-            assert latest[2] == [later[2][-1] if mode == "overwrite" else 1, 3]
+    uri, a, b = backed_up.uri, backed_up.start_node("a"), backed_up.start_node("b")
+    put(a.uri, "d", table(1))
+    lineage_id = version(uri, "d")[1]
+    backed_up.back_up()
+    put(b.uri, "d", table(2), mode=mode)
+    later = version(uri, "d")
+    backed_up.tell()
+    backed_up.restore()
+    backed_up.tell()
+    put(a.uri, "d", table(3), mode="append")
+    latest = version(uri, "d")
+    assert latest[0] == 3
+    assert latest[1] not in (lineage_id, later[1])
+    assert latest[2] == [later[2][-1] if mode == "overwrite" else 1, 3]
 
 
 # Parts that are set aside
@@ -992,36 +999,20 @@ def test_what_a_catalog_has_committed_is_not_replaced_by_what_it_finds(cluster: 
     assert version(cluster.uri, "d")[0::2] == (4, [10])
 
 
-def test_a_catalog_from_a_backup_takes_what_it_has_committed_since(memory: Path) -> None:
+def test_a_catalog_from_a_backup_takes_what_it_has_committed_since(backed_up: Cluster) -> None:
     """The commit on the other node is found, too.
 
     The first node has not yet reported that it no longer holds the older version.
     """
-    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
-
-    def catalog() -> CatalogService:
-        return CatalogService(uri, database=Database(str(path)))
-
-    with ExitStack() as running:
-        first = catalog()
-        a, b = (
-            running.enter_context(Node(Store(memory / name), ["shm:"], catalog=uri, heartbeat_interval=SELDOM))
-            for name in "ab"
-        )
-        put(a.uri, "d", table(1))
-        first.close()
-        backup = path.read_bytes()
-        first = catalog()
-        put(b.uri, "d", table(2))
-        for node in (a, b):
-            node.service.catalog.reconcile()
-        first.close()
-        path.write_bytes(backup)
-        with closing(catalog()):
-            b.service.catalog.reconcile()
-            assert version(uri, "d")[0::2] == (2, [2])
-            a.service.catalog.reconcile()
-            assert version(uri, "d")[0::2] == (2, [2])
+    a, b = backed_up.start_node("a"), backed_up.start_node("b")
+    put(a.uri, "d", table(1))
+    backed_up.back_up()
+    put(b.uri, "d", table(2))
+    backed_up.tell()
+    backed_up.restore()
+    for name in "ba":
+        backed_up.tell(name)
+        assert version(backed_up.uri, "d")[0::2] == (2, [2])
 
 
 # Evicted datasets
