@@ -95,13 +95,19 @@ def unchanged_reader(
         SourceError: The file was modified or deleted. Another error may only follow from that, and is its context.
     """
 
+    def check() -> None:
+        if not _is_true(is_unchanged):
+            changed = "was modified after it was published: publish the file anew"
+            raise SourceError.for_peer(f"{str(path)!r} {changed}", f"the file {changed}")
+
     def attempt(read: Callable[[], _T]) -> _T:
         try:
-            return read()
-        finally:
-            if not _is_true(is_unchanged):
-                changed = "was modified after it was published: publish the file anew"
-                raise SourceError.for_peer(f"{str(path)!r} {changed}", f"the file {changed}")
+            result = read()
+        except Exception:  # not an interrupt, which must not be replaced
+            check()
+            raise
+        check()
+        return result
 
     def batches() -> Iterator[pa.RecordBatch]:
         while (batch := attempt(lambda: next(reader, None))) is not None:
