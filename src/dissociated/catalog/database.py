@@ -134,6 +134,7 @@ class Database:
             held_ids = {version.id for version in announced}
             self._tables.run("UPDATE parts SET set_aside = 0 WHERE node = ? AND set_aside", (node.id,))
             for part in {*set_aside} - held_ids:
+                # Its spill directory may be that of an earlier store, which was another node.
                 self._tables.run("UPDATE parts SET set_aside = 1, node = ? WHERE id = ?", (node.id, part))
             held_ids |= {*set_aside}
             for row in self._tables.all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
@@ -159,7 +160,7 @@ class Database:
     def _record_announced(self, versions: Versions, announced: Sequence[Version]) -> None:
         """Record versions that a node holds."""
         for version in sorted(announced, key=lambda version: (version.number, version.serial)):
-            # A spill directory outlives its store: the next store has another id, and the same parts (also above).
+            # A spill directory outlives its store: the next store has another id, and the same parts.
             sql = "UPDATE parts SET node = :node, set_aside = 0 WHERE id = :id AND node != :node"
             self._tables.run(sql, {"node": version.part.node, "id": version.id})
             if not version.whole:

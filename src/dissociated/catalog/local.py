@@ -287,9 +287,9 @@ class LocalCatalog(Catalog):
             commit = replace(commit, number=number, catalog=self._database.id)
             by_node = commit.by_node()
             dataset = None if current is None else self._find_held(current)
-            is_overtaken = self._database.is_overtaken(commit.name)
+            new_lineage = current is not None and self._database.is_overtaken(commit.name)
             if [*by_node] == [self.node.id] and (current is None or dataset is not None):
-                self._commit_local(by_node[self.node.id], current, dataset, is_overtaken)
+                self._commit_local(by_node[self.node.id], current, dataset, new_lineage)
             else:
                 self._commit_distributed(commit, by_node)
         self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([commit.key]))
