@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,32 +14,17 @@ from pyspark.errors import PySparkException
 import dissociated as dis
 from dissociated.node.node import Node
 from dissociated.store.store import Store
+from spark.conftest import plug_in
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def ours(spark: SparkSession, catalog: str) -> str:
-    """Return the name of a catalog of Spark's with the tables of a new server."""
-    return _name(spark, catalog)
 
 
 @pytest.fixture
 def kept(spark: SparkSession, memory: Path) -> Iterator[str]:
     """Return the name of a catalog of Spark's with the tables of a node, which keeps replaced versions."""
     with Node(Store(memory / "store"), ["shm:"], flight="grpc://127.0.0.1:0") as node:
-        yield _name(spark, node.uri)
-
-
-def _name(spark: SparkSession, uri: str) -> str:
-    name = f"catalog{next(_numbers)}"  # Spark opens a catalog once for each name
-    spark.conf.set(f"spark.sql.catalog.{name}", "org.apache.spark.sql.dissociated.DatasetCatalog")
-    spark.conf.set(f"spark.sql.catalog.{name}.catalog", uri)
-    return name
+        yield plug_in(spark, node.uri)
 
 
 def rows(spark: SparkSession, statement: str) -> list[tuple[Any, ...]]:
@@ -93,8 +77,7 @@ def test_datasets_are_tables(spark: SparkSession, ours: str, client: dis.Client)
 def test_a_catalog_without_a_uri_is_the_one_of_the_session(
     spark: SparkSession, catalog: str, client: dis.Client
 ) -> None:
-    name = f"catalog{next(_numbers)}"
-    spark.conf.set(f"spark.sql.catalog.{name}", "org.apache.spark.sql.dissociated.DatasetCatalog")
+    name = plug_in(spark)
     spark.conf.set("spark.dissociated.catalog", catalog)
     try:
         spark.sql(f"CREATE TABLE {name}.t AS SELECT 1 AS n")

@@ -10,6 +10,7 @@ import org.apache.spark.sql.SparkSession
 import org.apache.spark.sql.catalyst.analysis._
 import org.apache.spark.sql.catalyst.plans.logical._
 import org.apache.spark.sql.catalyst.rules.Rule
+import org.apache.spark.sql.catalyst.util.CharVarcharUtils
 import org.apache.spark.sql.classic
 import org.apache.spark.sql.connector.catalog._
 import org.apache.spark.sql.connector.expressions.Transform
@@ -271,11 +272,20 @@ class DatasetTable(schema: StructType, options: Map[String, String], tags: Map[S
   override def newScanBuilder(queryOptions: CaseInsensitiveStringMap): ScanBuilder =
     super.newScanBuilder(caseInsensitive(mergedOptions(queryOptions)))
 
-  /** Write with the table's own schema and tags, even if the rows of the query cannot be null. */
+  /**
+   * Write with the table's own schema and tags. Spark has converted the rows of a batch query to that schema and has
+   * checked nulls and the lengths of text, so only nullability may differ. It has done nothing to the rows of a stream.
+   */
   override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
-    val merged = mergedOptions(info.options)
     val ownTags = Option.when(tags.nonEmpty)("tags" -> Sidecar.of(Python.ofDriver())
       .call("merged_tags", "tags" -> tags, "added" -> info.options.getOrDefault("tags", "")).asText)
-    super.newWriteBuilder(LogicalWriteInfoImpl(info.queryId, schema, caseInsensitive(merged ++ ownTags)))
+    val merged = mergedOptions(info.options) ++ ownTags
+    val unresolved = LogicalWriteInfoImpl(info.queryId, info.schema,
+      caseInsensitive(merged + ("tableSchema" -> schema.json)))
+    val isResolved = DataType.equalsIgnoreCompatibleNullability(
+      info.schema, CharVarcharUtils.replaceCharVarcharWithStringInSchema(schema))
+    newWrite(
+      batch = if (isResolved) LogicalWriteInfoImpl(info.queryId, schema, caseInsensitive(merged)) else unresolved,
+      stream = unresolved)
   }
 }
