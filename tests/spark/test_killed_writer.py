@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pytest
 
+import dissociated as dis
+from dissociated.catalog.local import LocalCatalog
+from dissociated.control.commit import Commit
 from dissociated.node.node import Node
 from dissociated.spark import publish
 from dissociated.store.store import Store
@@ -85,3 +88,26 @@ def test_a_task_that_is_killed_is_done_again_once(
             wait_until(partial(is_gone, killed.read_text()), "it is dead")
             assert numbers(node.uri) == expected
     leaves_nothing(node)
+
+
+def test_a_commit_whose_sidecar_is_killed_before_its_answer_succeeds(
+    spark: SparkSession, use_jvm: Callable[[bool], None], node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user who is told of a failure tries again, and would append the rows twice."""
+    commit = LocalCatalog.commit
+    killed: list[int] = []
+
+    def kill(catalog: LocalCatalog, requested: Commit) -> None:
+        commit(catalog, requested)
+        if not killed:
+            killed.append(sidecar(java_pid(spark)))
+            os.kill(killed[0], signal.SIGKILL)
+            wait_until(partial(is_gone, str(killed[0])), "it is dead")
+
+    use_jvm(True)
+    with dis.connect(node.uri) as client:
+        client.put("x", pa.table({"id": [7]}))
+    monkeypatch.setattr(LocalCatalog, "commit", kill)
+    spark.range(3).write.format("dissociated").option("catalog", node.uri).mode("append").save("x")
+    assert numbers(node.uri) == [0, 1, 2, 7]
+    assert killed
