@@ -95,9 +95,11 @@ def _kept_versions(versions: Sequence[Mapping[str, Any]]) -> str:
     return f"Versions that are kept: {', '.join(lines)}. Nodes keep replaced versions for a while (--retain)"
 
 
-def create_table(options: Mapping[str, str], name: str, schema: str, tags: Mapping[str, str]) -> None:
-    """Publish a dataset without rows. `schema` is in Spark's JSON."""
-    target = WriteTarget(_parse_settings(options), Commit(name, tags=tags))
+def create_table(
+    options: Mapping[str, str], name: str, schema: str, tags: Mapping[str, str], exists: bool | None
+) -> None:
+    """Publish a dataset without rows. `schema` is in Spark's JSON, and `exists` is the condition of the commit."""
+    target = WriteTarget(_parse_settings(options), Commit(name, exists=exists, tags=tags))
     commit(target, uuid.uuid4().hex, schema_from_json(schema), ())
 
 

@@ -17,7 +17,9 @@ _OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots",
 _SPARK_OPTIONS = ("checkpointlocation", "queryname")
 #: The schema of an existing table in Spark's JSON. `jvm/Catalog.scala` gives it; users have no use for it.
 _TABLE_SCHEMA = "tableschema"
-_KNOWN_OPTIONS = {*(name.lower() for name in _OPTIONS), *_SPARK_OPTIONS, _TABLE_SCHEMA}
+#: The condition of a commit that creates or replaces a table, in JSON. `jvm/Catalog.scala` gives it, too.
+_TABLE_EXISTS = "tableexists"
+_KNOWN_OPTIONS = {*(name.lower() for name in _OPTIONS), *_SPARK_OPTIONS, _TABLE_SCHEMA, _TABLE_EXISTS}
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class WriteTarget:
             name,
             schema=None if table_schema is None else schema_from_json(table_schema),
             mode=mode,
+            exists=json.loads(values.get(_TABLE_EXISTS, "null")),
             tags=parse_tags(values.get("tags", "")),
             ttl=_seconds(values.get("ttl")),
         )

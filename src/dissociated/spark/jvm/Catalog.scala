@@ -72,14 +72,16 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
     new DatasetTable(schema, options + ("path" -> nameArgument(table)._2) ++ version, tags) with TruncatableTable {
       /** Replace the table by an empty one, for `TRUNCATE TABLE` and for `DELETE FROM` without a condition. */
       override def truncateTable(): Boolean = {
-        create(table, schema, tags)
+        create(table, schema, tags, exists = Some(true))
         true
       }
     }
   }
 
-  private def create(table: Identifier, schema: StructType, tags: Map[String, String]): Unit =
-    callSidecar("create_table", nameArgument(table), "schema" -> schema.json, "tags" -> tags)
+  /** Create or replace a table. `exists` says whether it must exist, or must not exist, at that moment. */
+  private def create(
+      table: Identifier, schema: StructType, tags: Map[String, String], exists: Option[Boolean]): Unit =
+    callSidecar("create_table", nameArgument(table), "schema" -> schema.json, "tags" -> tags, "exists" -> exists)
 
   override def createTable(table: Identifier, schema: StructType, by: Array[Transform],
       properties: util.Map[String, String]): Table = {
@@ -90,24 +92,28 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
   override def stageCreate(table: Identifier, schema: StructType, by: Array[Transform],
       properties: util.Map[String, String]): StagedTable = {
     if (tableExists(table)) throw new TableAlreadyExistsException(table)
-    stageCreateOrReplace(table, schema, by, properties)
+    stage(table, schema, by, properties, exists = Some(false))
   }
 
   override def stageReplace(table: Identifier, schema: StructType, by: Array[Transform],
       properties: util.Map[String, String]): StagedTable = {
     if (!tableExists(table)) throw new NoSuchTableException(table)
-    stageCreateOrReplace(table, schema, by, properties)
+    stage(table, schema, by, properties, exists = Some(true))
   }
+
+  override def stageCreateOrReplace(table: Identifier, schema: StructType, by: Array[Transform],
+      properties: util.Map[String, String]): StagedTable = stage(table, schema, by, properties, exists = None)
 
   /**
    * Return a table to be created or replaced. A write replaces a table atomically, so only a table without a write is
-   * created at the commit.
+   * created at the commit. `exists` says whether the table must exist, or must not exist, at the commit.
    */
-  override def stageCreateOrReplace(table: Identifier, schema: StructType, by: Array[Transform],
-      properties: util.Map[String, String]): StagedTable = {
+  private def stage(table: Identifier, schema: StructType, by: Array[Transform],
+      properties: util.Map[String, String], exists: Option[Boolean]): StagedTable = {
     Source.refusePartitions(table.toString, by)
     val tags = keptProperties(table, properties.asScala.toMap)
-    new DatasetTable(schema, options + ("path" -> nameArgument(table)._2), tags) with StagedTable {
+    val condition = exists.map("tableExists" -> _.toString)
+    new DatasetTable(schema, options + ("path" -> nameArgument(table)._2) ++ condition, tags) with StagedTable {
       private var isWritten = false
 
       override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
@@ -116,7 +122,7 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
       }
 
       override def commitStagedChanges(): Unit =
-        if (!isWritten) create(table, schema, tags)
+        if (!isWritten) create(table, schema, tags, exists)
       override def abortStagedChanges(): Unit = ()
     }
   }
