@@ -24,6 +24,7 @@ from support.helpers import case, wait_until
 from support.jvm import java_pid
 
 from . import processes
+from .conftest import plug_in
 from .processes import sidecar
 from .test_faults import leaves_nothing, numbers
 
@@ -95,14 +96,15 @@ def test_a_commit_whose_sidecar_is_killed_before_its_answer_succeeds(
 ) -> None:
     """A user who is told of a failure tries again, and would append the rows twice."""
     commit = LocalCatalog.commit
-    killed: list[int] = []
+    killed: list[str] = []
 
     def kill(catalog: LocalCatalog, requested: Commit) -> None:
         commit(catalog, requested)
-        if not killed:
-            killed.append(sidecar(java_pid(spark)))
-            os.kill(killed[0], signal.SIGKILL)
-            wait_until(partial(is_gone, str(killed[0])), "it is dead")
+        if requested.key not in killed:
+            killed.append(requested.key)
+            pid = sidecar(java_pid(spark))
+            os.kill(pid, signal.SIGKILL)
+            wait_until(partial(is_gone, str(pid)), "it is dead")
 
     use_jvm(True)
     with dis.connect(node.uri) as client:
@@ -110,4 +112,5 @@ def test_a_commit_whose_sidecar_is_killed_before_its_answer_succeeds(
     monkeypatch.setattr(LocalCatalog, "commit", kill)
     spark.range(3).write.format("dissociated").option("catalog", node.uri).mode("append").save("x")
     assert numbers(node.uri) == [0, 1, 2, 7]
-    assert killed
+    spark.sql(f"CREATE TABLE {plug_in(spark, node.uri)}.created (n INT)")
+    assert len(killed) == 2

@@ -6,7 +6,6 @@ The sidecar answers these calls. Their `options` name the catalog of this librar
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -96,11 +95,11 @@ def _kept_versions(versions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def create_table(
-    options: Mapping[str, str], name: str, schema: str, tags: Mapping[str, str], exists: bool | None
+    options: Mapping[str, str], name: str, schema: str, tags: Mapping[str, str], exists: bool | None, key: str
 ) -> None:
-    """Publish a dataset without rows. `schema` is in Spark's JSON, and `exists` is the condition of the commit."""
+    """Publish a dataset without rows by a commit with this condition and key. `schema` is in Spark's JSON."""
     target = WriteTarget(_parse_settings(options), Commit(name, exists=exists, tags=tags))
-    commit(target, uuid.uuid4().hex, schema_from_json(schema), ())
+    commit(target, key, schema_from_json(schema), ())
 
 
 def merged_tags(tags: Mapping[str, str], added: str) -> str:

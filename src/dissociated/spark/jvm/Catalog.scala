@@ -1,6 +1,7 @@
 package org.apache.spark.sql.dissociated
 
 import java.util
+import java.util.UUID
 
 import scala.collection.mutable
 import scala.jdk.CollectionConverters._
@@ -81,7 +82,8 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
   /** Create or replace a table. `exists` says whether it must exist, or must not exist, at that moment. */
   private def create(
       table: Identifier, schema: StructType, tags: Map[String, String], exists: Option[Boolean]): Unit =
-    callSidecar("create_table", nameArgument(table), "schema" -> schema.json, "tags" -> tags, "exists" -> exists)
+    Sidecar.callRepeatable(Python.ofDriver(), "create_table", "options" -> options, nameArgument(table),
+      "schema" -> schema.json, "tags" -> tags, "exists" -> exists, "key" -> UUID.randomUUID.toString.replace("-", ""))
 
   override def createTable(table: Identifier, schema: StructType, by: Array[Transform],
       properties: util.Map[String, String]): Table = {

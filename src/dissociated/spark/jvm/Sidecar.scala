@@ -133,4 +133,12 @@ object Sidecar {
     if (running == null || running.hasEnded) running = new Sidecar(python)
     running
   }
+
+  /**
+   * Call a function that changes nothing if it is repeated, such as a commit, which has a key. If the sidecar ends
+   * before its answer, the call may have taken effect, so a new sidecar repeats it once.
+   */
+  def callRepeatable(python: Python, name: String, arguments: (String, Any)*): JsonNode =
+    try of(python).call(name, arguments: _*)
+    catch { case _: SidecarEnded => of(python).call(name, arguments: _*) }
 }

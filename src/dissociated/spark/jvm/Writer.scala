@@ -91,15 +91,9 @@ class SegmentsWrite(plan: WritePlan) extends BatchWrite with StreamingWrite {
   override def abort(epoch: Long, messages: Array[WriterCommitMessage]): Unit =
     finish("abort", Some(s"${plan.key}.$epoch"), messages)
 
-  /**
-   * Commit or abort. If the sidecar ends before its answer, the call may have taken effect, so it is repeated once by a
-   * new sidecar. A repeated call changes nothing, because the commit has a key.
-   */
-  private def finish(call: String, key: Option[String], messages: Array[WriterCommitMessage]): Unit = {
-    def finishOnce() = Sidecar.of(plan.python).call(call, "writer" -> plan.writer, "key" -> key,
+  private def finish(call: String, key: Option[String], messages: Array[WriterCommitMessage]): Unit =
+    Sidecar.callRepeatable(plan.python, call, "writer" -> plan.writer, "key" -> key,
       "written" -> messages.collect { case segment: SegmentWritten => segment })
-    try finishOnce() catch { case _: SidecarEnded => finishOnce() }
-  }
 }
 
 class SegmentWriterFactory(plan: WritePlan) extends DataWriterFactory with StreamingDataWriterFactory {
