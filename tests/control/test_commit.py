@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 import dissociated as dis
 from dissociated.control.commit import StagedSegment
 from dissociated.control.version import Part, Version
-from dissociated.errors import OptionError
+from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from support.nodes import table
@@ -33,6 +34,7 @@ commits = st.builds(
     st.just(SCHEMA),
     key=st.one_of(st.just(""), names),
     mode=st.sampled_from(["overwrite", "append"]),
+    exists=st.sampled_from([None, False, True]),
     tags=st.dictionaries(names, names, max_size=2),
     ttl=st.one_of(st.none(), st.floats(1e-3, 1e10)),
     number=st.just(0),
@@ -59,6 +61,44 @@ def test_a_commit_has_the_form_that_other_programs_send_and_read() -> None:
     }
     assert dis.Commit.parse(sent) == commit
     assert commit.to_json() == {**sent, "mode": "append"}
+    condition = dis.Commit("d", schema=SCHEMA, exists=False)
+    assert condition.to_json()["exists"] is False
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_a_commit_is_made_only_if_its_condition_holds(memory: Path, is_distributed: bool) -> None:
+    """The condition holds at the commit, and does not count for a repeated call of a commit that was made."""
+    with ExitStack() as stack:
+        node = stack.enter_context(Node(Store(memory / "store")))
+        if is_distributed:
+            node = stack.enter_context(Node(Store(memory / "other"), catalog=node.uri))
+        client = stack.enter_context(dis.connect(node.uri))
+
+        def commit(key: str, exists: bool | None, mode: str = "overwrite") -> None:
+            client.commit(dis.Commit("d", schema=SCHEMA, key=key, mode=mode, exists=exists))
+
+        for mode in ("overwrite", "append"):
+            with pytest.raises(DatasetNotFound, match="'d' does not exist any more, so nothing was replaced"):
+                commit(f"early {mode}", True, mode)
+        assert [*client.list()] == []
+        commit("first", False)
+        commit("first", False)
+        for mode in ("overwrite", "append"):
+            with pytest.raises(CatalogError, match="'d' has been created meanwhile, so nothing was written"):
+                commit(f"late {mode}", False, mode)
+        assert client.describe("d").version == 1
+        commit("second", True)
+        commit("third", None)
+        assert client.describe("d").version == 3
+        client.drop("d")
+        commit("first", False)  # a repeated call: it was made
+        assert [*client.list()] == []
+        commit("fourth", False)
+        assert client.describe("d").version == 4
+        command = json.dumps({"name": "d", "exists": False}).encode()
+        plain = stack.enter_context(flight.FlightClient(node.uri))
+        with pytest.raises(pa.ArrowException, match="'d' has been created meanwhile"):
+            plain.do_put(flight.FlightDescriptor.for_command(command), SCHEMA)[0].close()
 
 
 def test_a_commit_without_a_schema_is_not_sent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ pyspark = pytest.importorskip("pyspark", reason="pyspark is not installed")
 #: Whether Spark reads and writes in its JVM, which is the default, or by the Python data source.
 IN_JVM = os.environ.get("DISSOCIATED_TEST_JVM", "true")
 
+_numbers = itertools.count()
+
 #: PySpark 4.1 leaves the sockets of `collect` and similar calls to the garbage collector, and cannot stream with us.
 SPARK_4_1 = pyspark.__version__.startswith("4.1.")
 
@@ -34,7 +37,7 @@ if SPARK_4_1:
 
 collect_ignore = ["test_direct.py", "test_jvm.py", "test_jvm_writer.py"] if IN_JVM == "false" else []
 if SPARK_4_1:
-    collect_ignore += ["test_killed.py", "test_streaming.py"]
+    collect_ignore += ["test_killed.py", "test_streaming.py", "test_to_table.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -129,6 +132,21 @@ def catalog(server: dis.Server) -> str:
 def client(catalog: str) -> Iterator[dis.Client]:
     with dis.connect(catalog) as client:
         yield client
+
+
+def plug_in(spark: SparkSession, uri: str | None = None) -> str:
+    """Return the name of a new catalog of Spark's with the datasets at `uri`, or else at the session's catalog."""
+    name = f"catalog{next(_numbers)}"  # Spark opens a catalog once for each name
+    spark.conf.set(f"spark.sql.catalog.{name}", "org.apache.spark.sql.dissociated.DatasetCatalog")
+    if uri is not None:
+        spark.conf.set(f"spark.sql.catalog.{name}.catalog", uri)
+    return name
+
+
+@pytest.fixture
+def ours(spark: SparkSession, catalog: str) -> str:
+    """Return the name of a catalog of Spark's with the tables of a new server."""
+    return plug_in(spark, catalog)
 
 
 @pytest.fixture

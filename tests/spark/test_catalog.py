@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,34 +12,21 @@ import pytest
 from pyspark.errors import PySparkException
 
 import dissociated as dis
+from dissociated.catalog.local import LocalCatalog
+from dissociated.control.commit import Commit
 from dissociated.node.node import Node
 from dissociated.store.store import Store
+from spark.conftest import plug_in
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def ours(spark: SparkSession, catalog: str) -> str:
-    """Return the name of a catalog of Spark's with the tables of a new server."""
-    return _name(spark, catalog)
 
 
 @pytest.fixture
 def kept(spark: SparkSession, memory: Path) -> Iterator[str]:
     """Return the name of a catalog of Spark's with the tables of a node, which keeps replaced versions."""
     with Node(Store(memory / "store"), ["shm:"], flight="grpc://127.0.0.1:0") as node:
-        yield _name(spark, node.uri)
-
-
-def _name(spark: SparkSession, uri: str) -> str:
-    name = f"catalog{next(_numbers)}"  # Spark opens a catalog once for each name
-    spark.conf.set(f"spark.sql.catalog.{name}", "org.apache.spark.sql.dissociated.DatasetCatalog")
-    spark.conf.set(f"spark.sql.catalog.{name}.catalog", uri)
-    return name
+        yield plug_in(spark, node.uri)
 
 
 def rows(spark: SparkSession, statement: str) -> list[tuple[Any, ...]]:
@@ -93,8 +79,7 @@ def test_datasets_are_tables(spark: SparkSession, ours: str, client: dis.Client)
 def test_a_catalog_without_a_uri_is_the_one_of_the_session(
     spark: SparkSession, catalog: str, client: dis.Client
 ) -> None:
-    name = f"catalog{next(_numbers)}"
-    spark.conf.set(f"spark.sql.catalog.{name}", "org.apache.spark.sql.dissociated.DatasetCatalog")
+    name = plug_in(spark)
     spark.conf.set("spark.dissociated.catalog", catalog)
     try:
         spark.sql(f"CREATE TABLE {name}.t AS SELECT 1 AS n")
@@ -356,3 +341,43 @@ def test_rows_are_deleted_changed_and_merged_by_overwriting(spark: SparkSession,
     assert len(rows(spark, f"SELECT * FROM {flights} VERSION AS OF 1")) == 4
     spark.sql(f"DELETE FROM {flights}")
     assert found() == []
+
+
+def test_a_table_is_created_or_replaced_only_as_it_was_found(
+    spark: SparkSession, ours: str, client: dis.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program creates or drops the dataset after Spark has looked for it, and before its commit."""
+    commit = LocalCatalog.commit
+    precious = pa.schema({"precious": pa.int64()})
+
+    def commit_late(catalog: LocalCatalog, requested: Commit) -> None:
+        name = requested.name
+        if name.startswith("created"):
+            commit(catalog, Commit(name, schema=precious))
+        else:
+            catalog.drop(name)
+        commit(catalog, requested)
+
+    for name in ("dropped", "dropped2", "dropped3"):
+        spark.sql(f"CREATE TABLE {ours}.{name} (n INT)")
+    monkeypatch.setattr(LocalCatalog, "commit", commit_late)
+    for statement in (
+        f"CREATE TABLE {ours}.created AS SELECT 1 AS n",
+        f"CREATE TABLE IF NOT EXISTS {ours}.created2 (n INT)",
+    ):
+        with pytest.raises(PySparkException, match=r"'created2?' has been created meanwhile, so nothing was written"):
+            spark.sql(statement)
+    with pytest.raises(PySparkException, match="'created3' has been created meanwhile"):
+        spark.range(3).write.saveAsTable(f"{ours}.created3")
+    for statement in (
+        f"REPLACE TABLE {ours}.dropped AS SELECT 1 AS n",
+        f"REPLACE TABLE {ours}.dropped2 (n INT)",
+        f"TRUNCATE TABLE {ours}.dropped3",
+    ):
+        with pytest.raises(PySparkException, match=r"'dropped\d?' does not exist any more, so nothing was replaced"):
+            spark.sql(statement)
+    spark.sql(f"CREATE OR REPLACE TABLE {ours}.created4 AS SELECT 1 AS n")
+    assert client.read("created4").read_all().to_pylist() == [{"n": 1}]
+    assert {info.name: info.schema for info in client.list() if info.name != "created4"} == dict.fromkeys(
+        ("created", "created2", "created3"), precious
+    )

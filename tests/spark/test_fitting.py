@@ -126,7 +126,7 @@ def test_nulls_go_where_they_may(catalog: str, client: dis.Client) -> None:
     hidden = pa.ListArray.from_arrays([0, 1, 1], below, type=list_type, mask=pa.array([True, False]))
     for batch in (pa.record_batch([hidden], schema=here), made.slice(1)):
         assert fits.conform(batch)["x"].to_pylist() == batch["x"].to_pylist()
-    with pytest.raises(SourceError, match=r"column 'x.element.y' is null in a row that is appended to 'data'"):
+    with pytest.raises(SourceError, match=r"column 'x.element.y' is null in a row that is written to 'data'"):
         fits.conform(pa.RecordBatch.from_pylist([{"x": [{"y": 1}, {"y": None}]}], here))
 
     client.put("data", pa.schema({"x": pa.map_("str", pa.field("value", "i4", nullable=False))}).empty_table())
@@ -149,7 +149,7 @@ def test_a_difference_of_nullability_is_taken_both_ways(
     write(spark.range(2), "data", catalog)
     write(nullable, "data", catalog, mode="append")
     assert client.read("data").read_all()["id"].to_pylist() == [0, 1, 7, 8]
-    with pytest.raises((PySparkException, DissociatedError), match="column 'id' is null in a row that is appended"):
+    with pytest.raises((PySparkException, DissociatedError), match="column 'id' is null in a row that is written"):
         write(spark.createDataFrame([(None,)], "id bigint"), "data", catalog, mode="append")
     write(nullable, "more", catalog)
     write(spark.range(2), "more", catalog, mode="append")

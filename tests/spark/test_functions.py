@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import mmap
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +18,8 @@ import dissociated as dis
 from dissociated.errors import OptionError
 from dissociated.node.node import Node
 from dissociated.spark import map_in_arrow, publish, read
-from dissociated.spark.functions import MappedFunction
 from dissociated.store.store import Store
-from support.helpers import PATIENCE, case, connections_left, wait_until
+from support.helpers import case, connections_left, wait_until
 
 from .conftest import IN_JVM, SPARK_4_1
 from .test_datasource import NATIVE
@@ -234,59 +229,6 @@ def test_a_function_may_keep_every_batch_or_end_early(spark: SparkSession) -> No
         assert [row.id for row in map_in_arrow(df, late, df.schema).collect()] == [*range(10_000)]
     finally:
         spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
-
-
-def last_text(listener: socket.socket, texts: list[str], is_ended: bool) -> str:
-    """Be the task of a function: give it batches of one text, and return its last one after it has closed its memory.
-
-    If not `is_ended`, the task asks for no more batches than there are, as for a limit.
-    """
-    regions: list[mmap.mmap] = []
-    last = (0, 0, 0)
-    unwritten = [pa.record_batch({"s": [text]}).serialize() for text in texts]
-    with listener.accept()[0] as connection, connection.makefile("rw") as lines:
-
-        def answer(**message: Any) -> dict[str, Any]:
-            lines.write(json.dumps(message) + "\n")
-            lines.flush()
-            answered: dict[str, Any] = json.loads(lines.readline())
-            return answered
-
-        for _ in range(len(texts) + is_ended):
-            answered = answer(next=True)
-            while "write" in answered:
-                if unwritten:
-                    with open(answered["write"], "r+b") as file:
-                        size = file.write(unwritten.pop(0))
-                else:
-                    size = 0
-                answered = answer(size=size)
-            for path in answered["regions"]:
-                with open(path, "rb") as region:
-                    regions.append(mmap.mmap(region.fileno(), 0, prot=mmap.PROT_READ))
-            for batch in answered["batches"]:
-                last = batch["columns"][0][3][6:]  # region, offset and size of the text
-        connection.shutdown(socket.SHUT_WR)
-        assert lines.readline() == ""  # the function has ended
-    number, offset, size = last
-    return regions[number][offset : offset + size].decode()
-
-
-@pytest.mark.parametrize("is_ended", [True, False])
-def test_the_last_batch_stays_as_it_is_after_the_function_has_ended(tmp_path: Path, is_ended: bool) -> None:
-    def keep(batches: Batches) -> Batches:
-        yield from [*batches]
-
-    schema = pa.schema({"s": pa.string()})
-    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as executor:
-        listener.settimeout(PATIENCE)
-        listener.bind(str(tmp_path / "socket"))
-        listener.listen()
-        task = executor.submit(last_text, listener, ["a", "b", "c", "d"], is_ended)
-        start = json.dumps({"socket": str(tmp_path / "socket")})
-        conversation = pa.record_batch({"dissociated.conversation": [start]})
-        assert [*MappedFunction(keep, schema, schema)(iter([conversation]))] == []
-        assert task.result(PATIENCE) == "d"
 
 
 def raising(batches: Batches) -> Batches:

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pytest
 
+import dissociated as dis
+from dissociated.catalog.local import LocalCatalog
+from dissociated.control.commit import Commit
 from dissociated.node.node import Node
 from dissociated.spark import publish
 from dissociated.store.store import Store
@@ -21,6 +24,7 @@ from support.helpers import case, wait_until
 from support.jvm import java_pid
 
 from . import processes
+from .conftest import plug_in
 from .processes import sidecar
 from .test_faults import leaves_nothing, numbers
 
@@ -85,3 +89,28 @@ def test_a_task_that_is_killed_is_done_again_once(
             wait_until(partial(is_gone, killed.read_text()), "it is dead")
             assert numbers(node.uri) == expected
     leaves_nothing(node)
+
+
+def test_a_commit_whose_sidecar_is_killed_before_its_answer_succeeds(
+    spark: SparkSession, use_jvm: Callable[[bool], None], node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user who is told of a failure tries again, and would append the rows twice."""
+    commit = LocalCatalog.commit
+    killed: list[str] = []
+
+    def kill(catalog: LocalCatalog, requested: Commit) -> None:
+        commit(catalog, requested)
+        if requested.key not in killed:
+            killed.append(requested.key)
+            pid = sidecar(java_pid(spark))
+            os.kill(pid, signal.SIGKILL)
+            wait_until(partial(is_gone, str(pid)), "it is dead")
+
+    use_jvm(True)
+    with dis.connect(node.uri) as client:
+        client.put("x", pa.table({"id": [7]}))
+    monkeypatch.setattr(LocalCatalog, "commit", kill)
+    spark.range(3).write.format("dissociated").option("catalog", node.uri).mode("append").save("x")
+    assert numbers(node.uri) == [0, 1, 2, 7]
+    spark.sql(f"CREATE TABLE {plug_in(spark, node.uri)}.created (n INT)")
+    assert len(killed) == 2

@@ -18,7 +18,7 @@ from support.processes import Start, free_port
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: The seconds for which a job waits for a node that does not come back; by default, 60.
+#: The seconds for which a job waits for a node that does not come back; by default, 50.
 WAIT = 2
 BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from dissociated.node.node import Node
 from dissociated.spark.sidecar import Sidecar
 from dissociated.store.store import Store
 from support.helpers import PATIENCE, connections_left, wait_until
+from support.processes import Fork
 
 EACH, COUNT = 1_000, 6
 TABLE = pa.Table.from_batches(
@@ -120,6 +122,21 @@ def test_requests_are_utf_8_whatever_the_encoding_of_the_machine(node: Node) -> 
         process.stdin.write(json.dumps(request, ensure_ascii=False).encode() + b"\n")
         process.stdin.flush()
         assert json.loads(process.stdout.readline())["result"]["rows"] == TABLE.num_rows
+
+
+def test_it_ends_with_its_jvm_even_within_a_request(forks: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(PATIENCE)
+        catalog = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+        request = {"id": 1, "call": "describe", "with": {"options": {"path": "data", "catalog": catalog}}}
+        with Fork("-m", "dissociated.spark.sidecar", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            with silent.accept()[0]:  # the call waits for an answer
+                process.stdin.write('{"id": 2, "ca')
+                process.stdin.close()
+                assert process.wait(PATIENCE) == 0
 
 
 def opened(sidecar: Sidecar, **options: str) -> int:

@@ -279,6 +279,8 @@ class LocalCatalog(Catalog):
                 return
             if self._database.resolved_commits([commit.key]):
                 raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
+            if commit.exists is not None:
+                self._check_exists(commit.name, commit.exists)
             current = self._find_current(commit.name) if commit.append else None
             if current is not None:
                 self._check_held(current)
@@ -299,6 +301,13 @@ class LocalCatalog(Catalog):
         with suppress(DatasetNotFound):
             return self._database.find(name)
         return None
+
+    def _check_exists(self, name: str, exists: bool) -> None:
+        """Raise CatalogError unless a dataset exists, or does not exist, as the condition of a commit says."""
+        if exists and self._find_current(name) is None:
+            raise DatasetNotFound(f"{name!r} does not exist any more, so nothing was replaced: create it")
+        if not exists and self._find_current(name) is not None:
+            raise CatalogError(f"{name!r} has been created meanwhile, so nothing was written: drop it, or replace it")
 
     def _check_held(self, version: Version) -> None:
         """Raise CatalogError if a part is set aside, or if this process alone had it, and its store lacks it."""

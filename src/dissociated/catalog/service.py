@@ -8,7 +8,8 @@ A descriptor is a path with one part, the name of the dataset, or a command. A c
 V is an earlier version; H and B identify the caller's host. If the dataset has one part, in this process, and all its
 rows fit into E bytes and into 64 KiB as an IPC stream, the stream follows in the endpoint's app_metadata, after the
 JSON and a zero byte. So a small dataset is described and read by one call. For DoPut, a command is
-    {"name": N, "mode": "overwrite" or "append", "tags": {...}, "ttl": seconds, "key": K, "end": true, "nbytes": B}
+    {"name": N, "mode": "overwrite" or "append", "exists": X, "tags": {...}, "ttl": seconds, "key": K, "end": true,
+    "nbytes": B}
 With "end", the stream is published only if it has an end marker: see `dissociated.control.flight_streams`. "nbytes" is
 the expected size; room for all of it is made in advance, or the call fails.
 
@@ -17,7 +18,7 @@ The criteria of ListFlights are JSON too: {"prefix": P, "tags": {...}}.
 The bodies and results of actions are JSON, except for the actions that Flight defines:
     stage     {host, boot_id}           -> {directory, host, boot_id, node, flight, limited, inode, handover}
     reserve   {segment, size, wish}                  -> {size}
-    commit    {name, segments, append, schema, key, tags, ttl}  -> {}
+    commit    {name, segments, append, schema, key, tags, ttl, exists}  -> {}
     discard   {segments}                             -> {}
     committed {key}                                  -> {committed}
     abort     {key}                                  -> {}
@@ -42,7 +43,8 @@ those that it could not read at its start. Of the reported parts, "wanted" are t
 "unwanted" those to delete.
 `dissociated.control.roles` has the role that each action needs if the catalog checks tokens or a secret.
 
-A segment in `commit` is the name of a segment in the stage of this catalog's own node, or {node, segment}. A catalog
+A segment in `commit` is the name of a segment in the stage of this catalog's own node, or {node, segment}. If "exists"
+is true or false, the dataset must exist, or must not exist, when the commit is made; else the commit fails. A catalog
 can have many nodes. A catalog that is created with an `upstream` is a node of that catalog and forwards calls to it.
 
 Inside the process and in the database, a part has an identifier. `Security.tickets` converts it to the ticket that

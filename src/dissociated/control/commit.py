@@ -62,6 +62,7 @@ class Commit:
             empty, the catalog derives it from the names of the segments. Staged segments with the key before the last
             "-" of their names belong to the commit; those that are not among `segments` are removed.
         mode: `overwrite` to replace the dataset, or `append` to add rows to it.
+        exists: The condition of the commit: whether the dataset must exist, or must not exist; None for no condition.
         tags: The tags of the new version.
         ttl: The time to live in seconds; None if the version does not expire.
         number: The number of the version, which the catalog assigns; 0 before that.
@@ -77,6 +78,7 @@ class Commit:
     _: KW_ONLY
     key: str = ""
     mode: str = "overwrite"
+    exists: bool | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     ttl: float | None = None
     number: int = 0
@@ -86,6 +88,8 @@ class Commit:
         check_name(self.name)
         if self.mode not in _MODES:
             raise OptionError(f"the mode {self.mode!r} is neither overwrite nor append")
+        if self.exists is not None and not isinstance(self.exists, bool):
+            raise OptionError(f"the condition exists is true, false or null, not {self.exists!r}")
         if not isinstance(self.tags, Mapping) or not all(
             key and is_plain_text(key) and is_plain_text(value) for key, value in self.tags.items()
         ):
@@ -122,13 +126,16 @@ class Commit:
             schema=schema,
             key=str(plain.get("key") or ""),
             mode=plain.get("mode", "overwrite"),
+            exists=plain.get("exists"),
             tags=plain.get("tags") or {},
             ttl=plain.get("ttl"),
         )
 
     def options(self) -> dict[str, Any]:
         """Return the commit without its segments and schema, as JSON. The command of a DoPut begins with it."""
-        return {"name": self.name, "mode": self.mode, "tags": {**self.tags}, "ttl": self.ttl, "key": self.key or None}
+        condition = {} if self.exists is None else {"exists": self.exists}
+        plain = {"name": self.name, "mode": self.mode, "tags": {**self.tags}, "ttl": self.ttl, "key": self.key or None}
+        return {**plain, **condition}
 
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> Commit:

@@ -20,7 +20,7 @@ _FIRST_FIELD = 0x0A  # the tag of field 1, of the wire type for bytes, in a prot
 _CALLER: Mapping[str, type] = {"host": str, "boot_id": str}
 _GET: Mapping[str, type] = {"version": int, **_CALLER, "embed": int}
 # `Commit` checks these values itself.
-_COMMIT: Mapping[str, type] = {"mode": object, "tags": object, "ttl": object}
+_COMMIT: Mapping[str, type] = {"mode": object, "tags": object, "ttl": object, "exists": object}
 _PUT: Mapping[str, type] = {**_COMMIT, "key": str, "end": bool, "nbytes": int, "staged": bool}
 _LIST: Mapping[str, type] = {"prefix": str, "tags": dict, **_CALLER}
 

@@ -6,12 +6,9 @@ The sidecar answers these calls. Their `options` name the catalog of this librar
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
-
-from pyspark.sql.types import StructType
 
 from dissociated.client.client import Client
 from dissociated.control.commit import Commit
@@ -20,7 +17,7 @@ from dissociated.spark.catalog_config import CatalogConfig
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.request import DatasetRequest
 from dissociated.spark.target import WriteTarget, parse_tags
-from dissociated.spark.types import arrow_schema
+from dissociated.spark.types import schema_from_json
 from dissociated.spark.writer import commit
 
 _SETTINGS = ("catalog", "token_file", "tls_roots", "wait")
@@ -97,10 +94,12 @@ def _kept_versions(versions: Sequence[Mapping[str, Any]]) -> str:
     return f"Versions that are kept: {', '.join(lines)}. Nodes keep replaced versions for a while (--retain)"
 
 
-def create_table(options: Mapping[str, str], name: str, schema: str, tags: Mapping[str, str]) -> None:
-    """Publish a dataset without rows. `schema` is in Spark's JSON."""
-    target = WriteTarget(_parse_settings(options), Commit(name, tags=tags))
-    commit(target, uuid.uuid4().hex, arrow_schema(StructType.fromJson(json.loads(schema))), ())
+def create_table(
+    options: Mapping[str, str], name: str, schema: str, tags: Mapping[str, str], exists: bool | None, key: str
+) -> None:
+    """Publish a dataset without rows by a commit with this condition and key. `schema` is in Spark's JSON."""
+    target = WriteTarget(_parse_settings(options), Commit(name, exists=exists, tags=tags))
+    commit(target, key, schema_from_json(schema), ())
 
 
 def merged_tags(tags: Mapping[str, str], added: str) -> str:

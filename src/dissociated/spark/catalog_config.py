@@ -20,8 +20,9 @@ from dissociated.node.local import EMPTY_EXIT
 
 T = TypeVar("T")
 
-#: The seconds for which tasks wait for a catalog or a node that is away, unless an option says otherwise.
-WAIT = 60.0
+#: The seconds for which tasks wait for a catalog or a node that is away, unless an option says otherwise. Start and
+#: abort included, a job then fails within a minute.
+WAIT = 50.0
 _MAX_WAIT = 86_400.0
 RETRY_DELAY = 0.5  # seconds between two attempts
 #: For each catalog that does not answer, by URI: the times of the first and the last failure.

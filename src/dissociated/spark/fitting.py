@@ -8,6 +8,7 @@ and the error names the columns.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,8 @@ class Fitting:
     def of(cls, frame: pa.Schema, target: WriteTarget) -> Fitting:
         """Plan the conversion for a DataFrame with the schema `frame`.
 
-        Appended rows take the schema of the existing dataset. A DataFrame that replaces or creates a dataset keeps its
-        own.
+        Appended rows take the schema of the existing dataset. A DataFrame that replaces or creates a dataset takes the
+        schema of the target's commit, or else keeps its own.
 
         Raises:
             CatalogError: The catalog cannot be reached.
@@ -68,14 +69,14 @@ class Fitting:
             )
         with target.catalog.connect() as client:
             client.nodes()  # fails early if the catalog cannot be reached
-            try:
-                existing = client.describe(name).schema if append else frame
-            except DatasetNotFound:
-                existing = frame
+            existing = frame if target.commit.schema is None else target.commit.schema
+            with suppress(DatasetNotFound):
+                existing = client.describe(name).schema if append else existing
         if differences := [*_differences(frame, existing, target.merge_schema)]:
             more = [] if len(differences) <= _MAX_NAMED else [f"and {len(differences) - _MAX_NAMED} more"]
             raise SourceError(
-                f"the DataFrame cannot be appended to {name!r}: {'; '.join(differences[:_MAX_NAMED] + more)}"
+                f"the DataFrame cannot {'be appended to' if append else 'replace'} {name!r}: "
+                f"{'; '.join(differences[:_MAX_NAMED] + more)}"
             )
         sources = tuple(frame.names.index(column) if column in frame.names else None for column in existing.names)
         stricter = tuple(
@@ -109,7 +110,7 @@ class Fitting:
         for number in self.without_nulls:
             if (path := misplaced_null(columns[number], self.schema.field(number))) is not None:
                 raise SourceError(
-                    f"column {path!r} is null in a row that is appended to {self.name!r}, where it must not be null: "
+                    f"column {path!r} is null in a row that is written to {self.name!r}, where it must not be null: "
                     "filter such rows, fill them, or write the dataset anew"
                 )
         try:
@@ -139,7 +140,7 @@ def _differences(frame: pa.Schema, existing: pa.Schema, merge: bool) -> Iterator
 
 
 def _difference(added: pa.Field, existing: pa.Field, merge: bool) -> str | None:
-    from pyspark.sql.types import YearMonthIntervalType, _has_type
+    from pyspark.sql.types import CharType, VarcharType, YearMonthIntervalType, _has_type
 
     added_type, dataset_type = kept_type(added), kept_type(existing)
     # Without a type of its own, the dataset would keep months as numbers. It holds all other kinds of values, such as
@@ -151,6 +152,8 @@ def _difference(added: pa.Field, existing: pa.Field, merge: bool) -> str | None:
     advice = "cast it"
     if not merge and _fits(added.type, existing.type, True):
         advice += ', or let .option("mergeSchema", "true") widen it'
+    if dataset_type is not None and _has_type(dataset_type, (CharType, VarcharType)):
+        advice = "append it by DataFrame.writeTo, in a stream within foreachBatch, so that Spark checks its length"
     described = added.type if added_type is None else added_type.simpleString()
     expected = existing.type if dataset_type is None else dataset_type.simpleString()
     return f"column {added.name!r} is {described}, not {expected}: {advice}"

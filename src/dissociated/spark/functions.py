@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 
+from dissociated.base.fork import ProcessBound
 from dissociated.errors import OptionError, SourceError
 from dissociated.memory.private import SharedFile
 from dissociated.memory.region import AddressSpace, Region, reserve_base
@@ -123,12 +124,15 @@ class MappedFunction:
         with ExitStack() as stack:
             memory = stack.enter_context(_InputMemory())
             spaces = [memory.space]
-            inputs = self._read_dataset(start, spaces) if "reader" in start else self._receive(conversation, memory)
+            inputs = _Inputs(
+                self._read_dataset(start, spaces) if "reader" in start else self._receive(conversation, memory)
+            )
             stack.enter_context(closing(inputs))
             results = self._check(self._results(inputs))
             stream = SharedStream(results, spaces, self._output_schema.types, max_batches=1, static_only=True)
             stack.enter_context(closing(stream))
             stack.callback(memory.keep)  # the stream gives the last batch back, which the JVM may still read
+            stack.callback(conversation.end)  # the function may still read its batches in a thread of its own
             while conversation.receive("next") is not None:
                 answer = stream.next()
                 conversation.send(answer)
@@ -137,7 +141,7 @@ class MappedFunction:
 
     def _receive(self, conversation: _Conversation, memory: _InputMemory) -> Generator[pa.RecordBatch, None, None]:
         """Yield the batches that the task writes."""
-        while True:
+        while not conversation.has_ended:
             memfd = memory.take()
             conversation.send({"write": memfd.path})
             written = conversation.receive("size")
@@ -179,7 +183,36 @@ class MappedFunction:
             yield batch
 
 
-class _Conversation:
+class _Inputs:
+    """The batches of a partition. The function may read them in a thread of its own, which may outlive it."""
+
+    def __init__(self, batches: Generator[pa.RecordBatch, None, None]) -> None:
+        self._batches = batches
+        self._is_closed = False
+        self._lock = threading.Lock()  # of the generator
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> pa.RecordBatch:
+        try:
+            with self._lock:
+                return next(self._batches)
+        finally:
+            if self._is_closed:  # another thread called `close`, which may have left the work to this one
+                self.close()
+
+    def close(self) -> None:
+        """Close the generator. If a thread waits for a batch for longer than `_GRACE`, that thread closes it."""
+        self._is_closed = True
+        if self._lock.acquire(timeout=_GRACE):
+            try:
+                self._batches.close()
+            finally:
+                self._lock.release()
+
+
+class _Conversation(ProcessBound):
     """The connection to the task whose function runs in this worker: lines of JSON, in both directions.
 
     Several threads may receive, since a function may ask for its batches in a thread of its own.
@@ -193,15 +226,21 @@ class _Conversation:
         self._socket.connect(path)
         self._lines = self._socket.makefile("r", encoding="utf-8")
         self._received: dict[str, Any] = {}  # messages for which no thread has asked yet, by each of their keys
-        self._has_ended = False  # whether the task has enough
+        self.has_ended = False  # whether the task has enough, or the function gives it no more
         self._lock = threading.Lock()  # of receiving
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="dissociated-watcher", daemon=True)
+        self.bind_to_process()
+
+    def after_fork_in_child(self) -> None:
+        self.has_ended = True  # the messages are for the parent
+        self._lock = threading.Lock()  # a thread of the parent may hold it
+        os.close(self._socket.detach())
 
     def _watch(self) -> None:
         """Kill this process if the function runs on for long after the task has closed the connection."""
         hang_up = select.poll()
-        hang_up.register(self._socket, select.POLLRDHUP)
+        hang_up.register(self._socket, 0)  # both directions are closed
         hang_up.poll()
         if not self._closed.wait(_GRACE):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -210,28 +249,36 @@ class _Conversation:
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            self._has_ended = True  # the task has ended: `receive` tells the caller
+            self.has_ended = True  # the task has ended: `receive` tells the caller
 
     def receive(self, kind: str) -> Any:
         """Return the next message with the key `kind`; None if the task has enough."""
         with self._lock:
-            while kind not in self._received and not self._has_ended:
+            while kind not in self._received and not self.has_ended:
                 try:
                     line = self._lines.readline()
                 except OSError:
                     line = ""
                 if not line.endswith("\n"):
-                    self._has_ended = True
+                    self.has_ended = True
                     break
                 message = json.loads(line)
                 self._received.update(dict.fromkeys(message, message))
             return self._received.pop(kind, None)
+
+    def end(self) -> None:
+        """Receive nothing more. A call of `receive` that waits in another thread returns None."""
+        self.has_ended = True
+        with suppress(OSError):  # the task has closed it
+            self._socket.shutdown(socket.SHUT_RD)
 
     def __enter__(self) -> Self:
         self._watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.is_inherited:
+            return
         self._closed.set()
         with suppress(OSError):  # the task has closed it
             self._socket.shutdown(socket.SHUT_RDWR)  # this wakes the watcher
@@ -240,7 +287,7 @@ class _Conversation:
         self._socket.close()
 
 
-class _InputMemory:
+class _InputMemory(ProcessBound):
     """The memfds into which a task writes the batches of its function.
 
     A memfd is written again when no object in this process holds its batch any more. Mappings stay until the end of the
@@ -252,6 +299,7 @@ class _InputMemory:
         self._free: list[_Memfd] = []
         self._all: list[_Memfd] = []
         self._is_kept = False
+        self.bind_to_process()
 
     def take(self) -> _Memfd:
         """Return a memfd whose batch nobody holds."""
@@ -264,8 +312,8 @@ class _InputMemory:
         return memfd
 
     def _give_back(self, memfd: _ReusedMemfd) -> None:
-        """Take a memfd back. This is called in any thread that drops a batch."""
-        if self._is_kept:
+        """Take a memfd back. This is called in any thread that drops a batch, and in forked children."""
+        if self._is_kept or self.is_inherited:
             return
         if self._free:
             memfd.discard()

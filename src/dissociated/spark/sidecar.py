@@ -209,10 +209,12 @@ def main() -> None:
         with writing:
             print(json.dumps({"id": request["id"], **reply}), file=answers)
 
-    with ThreadPoolExecutor(_MAX_THREADS) as threads:
+    threads = ThreadPoolExecutor(_MAX_THREADS)
+    try:
         for line in sys.stdin.buffer:  # bytes: JSON is UTF-8, independent of the locale
             threads.submit(answer, json.loads(line))
-        os._exit(0)  # the JVM is gone, and needs no answers from running calls
+    finally:
+        os._exit(0)  # the JVM is gone, perhaps within a line, and needs no answers from running calls
 
 
 if __name__ == "__main__":

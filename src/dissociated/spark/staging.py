@@ -7,14 +7,12 @@ to this process and disappears if the process ends.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql.types import StructType
 
 from dissociated.client.staging import staged_file
 from dissociated.errors import StoreError
@@ -22,7 +20,7 @@ from dissociated.node.local import stage_here
 from dissociated.spark.catalog_config import CatalogConfig
 from dissociated.spark.exchange import pickled, unpickled
 from dissociated.spark.target import WriteTarget
-from dissociated.spark.types import arrow_schema
+from dissociated.spark.types import schema_from_json
 from dissociated.spark.writer import DatasetWriter, Written, is_committed
 from dissociated.store.segment import SharedSegmentWriter
 
@@ -115,7 +113,7 @@ def write(options: Mapping[str, str], schema: str, mode: str, streaming: bool) -
     """Answer the call `write`: see `Writes`."""
     method = '.start("NAME")' if streaming else '.save("NAME")'
     target = WriteTarget.parse(options, mode, method)
-    columns = arrow_schema(StructType.fromJson(json.loads(schema)))
+    columns = schema_from_json(schema)
     writer = _stream_writer(target, columns) if streaming else DatasetWriter(target, columns)
     if not writer.fitting.is_identity(writer.schema):
         return {"fits": False}

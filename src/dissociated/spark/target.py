@@ -11,10 +11,15 @@ from dissociated.base.tracing import TRACEPARENT
 from dissociated.control.commit import Commit
 from dissociated.errors import OptionError
 from dissociated.spark.catalog_config import WAIT, CatalogConfig, required_name
+from dissociated.spark.types import schema_from_json
 
 _OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", TRACEPARENT, "ttl", "wait")
 _SPARK_OPTIONS = ("checkpointlocation", "queryname")
-_KNOWN_OPTIONS = {*(name.lower() for name in _OPTIONS), *_SPARK_OPTIONS}
+#: The schema of an existing table in Spark's JSON. `jvm/Catalog.scala` gives it; users have no use for it.
+_TABLE_SCHEMA = "tableschema"
+#: The condition of a commit that creates or replaces a table, in JSON. `jvm/Catalog.scala` gives it, too.
+_TABLE_EXISTS = "tableexists"
+_KNOWN_OPTIONS = {*(name.lower() for name in _OPTIONS), *_SPARK_OPTIONS, _TABLE_SCHEMA, _TABLE_EXISTS}
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class WriteTarget:
 
     Attributes:
         catalog: The catalog.
-        commit: The commit, as far as it is known before the write: without key, schema and segments.
+        commit: The commit, as far as it is known before the write: without key and segments. It has a schema if rows
+            that replace a dataset must take that schema.
         merge_schema: Whether appended rows may lack columns and have narrower numbers.
     """
 
@@ -50,7 +56,15 @@ class WriteTarget:
                 raise OptionError(f"there is no option {name!r} for writing; there are {', '.join(_OPTIONS)}")
         catalog = CatalogConfig.parse(values)
         name = required_name(values, method)
-        commit = Commit(name, mode=mode, tags=parse_tags(values.get("tags", "")), ttl=_seconds(values.get("ttl")))
+        table_schema = values.get(_TABLE_SCHEMA)
+        commit = Commit(
+            name,
+            schema=None if table_schema is None else schema_from_json(table_schema),
+            mode=mode,
+            exists=json.loads(values.get(_TABLE_EXISTS, "null")),
+            tags=parse_tags(values.get("tags", "")),
+            ttl=_seconds(values.get("ttl")),
+        )
         return cls(catalog, commit, _flag("mergeSchema", values.get("mergeschema", "false")))
 
     def options(self) -> dict[str, str]:

@@ -41,6 +41,13 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     )
 
 
+def schema_from_json(text: str) -> pa.Schema:
+    """Return the `arrow_schema` of a schema of Spark in JSON."""
+    from pyspark.sql.types import StructType
+
+    return arrow_schema(StructType.fromJson(json.loads(text)))
+
+
 def function_schema(schema: StructType, timezone: str = TIMEZONE) -> pa.Schema:
     """Return the Arrow schema under which Spark gives rows with this schema to Python.
 

@@ -1,6 +1,7 @@
 package org.apache.spark.sql.dissociated
 
 import java.util
+import java.util.UUID
 
 import scala.collection.mutable
 import scala.jdk.CollectionConverters._
@@ -10,6 +11,7 @@ import org.apache.spark.sql.SparkSession
 import org.apache.spark.sql.catalyst.analysis._
 import org.apache.spark.sql.catalyst.plans.logical._
 import org.apache.spark.sql.catalyst.rules.Rule
+import org.apache.spark.sql.catalyst.util.CharVarcharUtils
 import org.apache.spark.sql.classic
 import org.apache.spark.sql.connector.catalog._
 import org.apache.spark.sql.connector.expressions.Transform
@@ -71,14 +73,17 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
     new DatasetTable(schema, options + ("path" -> nameArgument(table)._2) ++ version, tags) with TruncatableTable {
       /** Replace the table by an empty one, for `TRUNCATE TABLE` and for `DELETE FROM` without a condition. */
       override def truncateTable(): Boolean = {
-        create(table, schema, tags)
+        create(table, schema, tags, exists = Some(true))
         true
       }
     }
   }
 
-  private def create(table: Identifier, schema: StructType, tags: Map[String, String]): Unit =
-    callSidecar("create_table", nameArgument(table), "schema" -> schema.json, "tags" -> tags)
+  /** Create or replace a table. `exists` says whether it must exist, or must not exist, at that moment. */
+  private def create(
+      table: Identifier, schema: StructType, tags: Map[String, String], exists: Option[Boolean]): Unit =
+    Sidecar.callRepeatable(Python.ofDriver(), "create_table", "options" -> options, nameArgument(table),
+      "schema" -> schema.json, "tags" -> tags, "exists" -> exists, "key" -> UUID.randomUUID.toString.replace("-", ""))
 
   override def createTable(table: Identifier, schema: StructType, by: Array[Transform],
       properties: util.Map[String, String]): Table = {
@@ -89,24 +94,28 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
   override def stageCreate(table: Identifier, schema: StructType, by: Array[Transform],
       properties: util.Map[String, String]): StagedTable = {
     if (tableExists(table)) throw new TableAlreadyExistsException(table)
-    stageCreateOrReplace(table, schema, by, properties)
+    stage(table, schema, by, properties, exists = Some(false))
   }
 
   override def stageReplace(table: Identifier, schema: StructType, by: Array[Transform],
       properties: util.Map[String, String]): StagedTable = {
     if (!tableExists(table)) throw new NoSuchTableException(table)
-    stageCreateOrReplace(table, schema, by, properties)
+    stage(table, schema, by, properties, exists = Some(true))
   }
+
+  override def stageCreateOrReplace(table: Identifier, schema: StructType, by: Array[Transform],
+      properties: util.Map[String, String]): StagedTable = stage(table, schema, by, properties, exists = None)
 
   /**
    * Return a table to be created or replaced. A write replaces a table atomically, so only a table without a write is
-   * created at the commit.
+   * created at the commit. `exists` says whether the table must exist, or must not exist, at the commit.
    */
-  override def stageCreateOrReplace(table: Identifier, schema: StructType, by: Array[Transform],
-      properties: util.Map[String, String]): StagedTable = {
+  private def stage(table: Identifier, schema: StructType, by: Array[Transform],
+      properties: util.Map[String, String], exists: Option[Boolean]): StagedTable = {
     Source.refusePartitions(table.toString, by)
     val tags = keptProperties(table, properties.asScala.toMap)
-    new DatasetTable(schema, options + ("path" -> nameArgument(table)._2), tags) with StagedTable {
+    val condition = exists.map("tableExists" -> _.toString)
+    new DatasetTable(schema, options + ("path" -> nameArgument(table)._2) ++ condition, tags) with StagedTable {
       private var isWritten = false
 
       override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
@@ -115,7 +124,7 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
       }
 
       override def commitStagedChanges(): Unit =
-        if (!isWritten) create(table, schema, tags)
+        if (!isWritten) create(table, schema, tags, exists)
       override def abortStagedChanges(): Unit = ()
     }
   }
@@ -271,11 +280,20 @@ class DatasetTable(schema: StructType, options: Map[String, String], tags: Map[S
   override def newScanBuilder(queryOptions: CaseInsensitiveStringMap): ScanBuilder =
     super.newScanBuilder(caseInsensitive(mergedOptions(queryOptions)))
 
-  /** Write with the table's own schema and tags, even if the rows of the query cannot be null. */
+  /**
+   * Write with the table's own schema and tags. Spark has converted the rows of a batch query to that schema and has
+   * checked nulls and the lengths of text, so only nullability may differ. It has done nothing to the rows of a stream.
+   */
   override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
-    val merged = mergedOptions(info.options)
     val ownTags = Option.when(tags.nonEmpty)("tags" -> Sidecar.of(Python.ofDriver())
       .call("merged_tags", "tags" -> tags, "added" -> info.options.getOrDefault("tags", "")).asText)
-    super.newWriteBuilder(LogicalWriteInfoImpl(info.queryId, schema, caseInsensitive(merged ++ ownTags)))
+    val merged = mergedOptions(info.options) ++ ownTags
+    val unresolved = LogicalWriteInfoImpl(info.queryId, info.schema,
+      caseInsensitive(merged + ("tableSchema" -> schema.json)))
+    val isResolved = DataType.equalsIgnoreCompatibleNullability(
+      info.schema, CharVarcharUtils.replaceCharVarcharWithStringInSchema(schema))
+    newWrite(
+      batch = if (isResolved) LogicalWriteInfoImpl(info.queryId, schema, caseInsensitive(merged)) else unresolved,
+      stream = unresolved)
   }
 }

@@ -26,6 +26,9 @@ class DatasetFailure(message: String) extends SparkRuntimeException("DATA_SOURCE
   override def getMessage: String = s"[$getCondition] ${Source.name}: $message"
 }
 
+/** A failure of a call whose sidecar has ended before its answer. The call may have taken effect. */
+class SidecarEnded(message: String) extends DatasetFailure(message)
+
 /** The Python that runs the sidecar. Executors use that of the driver, as they do for Spark's own workers. */
 case class Python(executable: String, path: String)
 
@@ -101,6 +104,8 @@ final class Sidecar private (python: Python) {
     } catch { case _: IOException => hasEnded = true }
     if (hasEnded) failPending()
     val reply = try awaitReply(answer) finally pending.remove(id)
+    if (reply.isNull) throw new SidecarEnded(s"${python.executable} -m dissociated.spark.sidecar has ended: see its " +
+      "stderr, and install dissociated for that Python if it is missing")
     if (reply.has("error")) throw Failure(reply.get("error").asText)
     reply.get("result")
   }
@@ -116,9 +121,7 @@ final class Sidecar private (python: Python) {
     }
 
   /** Fail all pending calls. */
-  private def failPending(): Unit = pending.values.forEach(_.complete(Sidecar.json.createObjectNode().put("error",
-    s"${python.executable} -m dissociated.spark.sidecar has ended: see its stderr, and install " +
-      "dissociated for that Python if it is missing")))
+  private def failPending(): Unit = pending.values.forEach(_.complete(Sidecar.json.nullNode))
 }
 
 object Sidecar {
@@ -130,4 +133,12 @@ object Sidecar {
     if (running == null || running.hasEnded) running = new Sidecar(python)
     running
   }
+
+  /**
+   * Call a function that changes nothing if it is repeated, such as a commit, which has a key. If the sidecar ends
+   * before its answer, the call may have taken effect, so a new sidecar repeats it once.
+   */
+  def callRepeatable(python: Python, name: String, arguments: (String, Any)*): JsonNode =
+    try of(python).call(name, arguments: _*)
+    catch { case _: SidecarEnded => of(python).call(name, arguments: _*) }
 }

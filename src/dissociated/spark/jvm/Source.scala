@@ -122,8 +122,12 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
     if (hasGeometry) pythonTable.newScanBuilder(options) else new DatasetScanBuilder(this, options)
   }
 
-  override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
-    val completed = LogicalWriteInfoImpl(info.queryId, info.schema, Source.withDefaultCatalog(info.options))
-    new DatasetWrite(completed, pythonTable.newWriteBuilder(completed))
+  override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = newWrite(batch = info, stream = info)
+
+  /** Return a builder of a write, by a batch query or by a stream, whose rows have the schema of `batch` or `stream`. */
+  protected def newWrite(batch: LogicalWriteInfo, stream: LogicalWriteInfo): WriteBuilder = {
+    def completed(info: LogicalWriteInfo) =
+      LogicalWriteInfoImpl(info.queryId, info.schema, Source.withDefaultCatalog(info.options))
+    new DatasetWrite(completed(batch), completed(stream), info => pythonTable.newWriteBuilder(info))
   }
 }

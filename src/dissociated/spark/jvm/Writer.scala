@@ -25,7 +25,7 @@ import org.apache.spark.unsafe.types.UTF8String
  * A builder of a write, which appends to a dataset or replaces it. Python writes if the rows must be converted to fit
  * the dataset.
  */
-class DatasetWrite(info: LogicalWriteInfo, pythonBuilder: => WriteBuilder)
+class DatasetWrite(batch: LogicalWriteInfo, stream: LogicalWriteInfo, pythonBuilder: LogicalWriteInfo => WriteBuilder)
     extends WriteBuilder with SupportsTruncate with SupportsDynamicOverwrite with Write {
   private var mode = "append"
 
@@ -39,24 +39,27 @@ class DatasetWrite(info: LogicalWriteInfo, pythonBuilder: => WriteBuilder)
 
   override def build(): Write = this
 
-  override def description(): String = s"dissociated ${info.options.get("path")}"
+  override def description(): String = s"dissociated ${batch.options.get("path")}"
 
-  private def pythonWrite: Write =
-    (if (mode == "append") pythonBuilder else pythonBuilder.asInstanceOf[SupportsTruncate].truncate()).build()
+  private def pythonWrite(info: LogicalWriteInfo): Write = {
+    val builder = pythonBuilder(info)
+    (if (mode == "append") builder else builder.asInstanceOf[SupportsTruncate].truncate()).build()
+  }
 
-  override def toBatch: BatchWrite = plan(None).getOrElse(pythonWrite.toBatch)
+  override def toBatch: BatchWrite = plan(batch, None).getOrElse(pythonWrite(batch).toBatch)
 
   override def toStreaming: StreamingWrite =
-    plan(Some(info.queryId.replace("-", ""))).getOrElse(pythonWrite.toStreaming)
+    plan(stream, Some(stream.queryId.replace("-", ""))).getOrElse(pythonWrite(stream).toStreaming)
 
   /** Return the write by this JVM, or None if Python must write. */
-  private def plan(query: Option[String]): Option[SegmentsWrite] = if (!Column.supports(info.schema)) None else {
-    val python = Python.ofDriver()
-    val answer = Sidecar.of(python).call("write", "options" -> info.options, "schema" -> info.schema.json,
-      "mode" -> mode, "streaming" -> query.isDefined)
-    Option.when(answer.get("fits").asBoolean)(new SegmentsWrite(
-      WritePlan(python, answer.get("writer").asText, query.getOrElse(answer.get("key").asText), info.schema)))
-  }
+  private def plan(info: LogicalWriteInfo, query: Option[String]): Option[SegmentsWrite] =
+    if (!Column.supports(info.schema)) None else {
+      val python = Python.ofDriver()
+      val answer = Sidecar.of(python).call("write", "options" -> info.options, "schema" -> info.schema.json,
+        "mode" -> mode, "streaming" -> query.isDefined)
+      Option.when(answer.get("fits").asBoolean)(new SegmentsWrite(
+        WritePlan(python, answer.get("writer").asText, query.getOrElse(answer.get("key").asText), info.schema)))
+    }
 }
 
 /**
@@ -89,7 +92,7 @@ class SegmentsWrite(plan: WritePlan) extends BatchWrite with StreamingWrite {
     finish("abort", Some(s"${plan.key}.$epoch"), messages)
 
   private def finish(call: String, key: Option[String], messages: Array[WriterCommitMessage]): Unit =
-    Sidecar.of(plan.python).call(call, "writer" -> plan.writer, "key" -> key,
+    Sidecar.callRepeatable(plan.python, call, "writer" -> plan.writer, "key" -> key,
       "written" -> messages.collect { case segment: SegmentWritten => segment })
 }
 
