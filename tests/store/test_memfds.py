@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -118,6 +120,27 @@ def test_a_memfd_that_holds_no_stream_is_refused_and_nothing_has_to_go_for_it(me
         assert store.versions() == [kept]
 
 
+@pytest.mark.parametrize("kind", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_a_memfd_that_holds_more_or_less_than_one_whole_stream_or_file_is_refused(memory: Path, kind: Any) -> None:
+    whole = []
+    for numbers in ([1, 2], [3, 4]):
+        sink = io.BytesIO()
+        with kind(sink, SCHEMA) as writer:
+            writer.write_table(table(*numbers))
+        whole.append(sink.getvalue())
+    unfinished = io.BytesIO()
+    writer = kind(unfinished, SCHEMA)
+    writer.write_table(table(1, 2))
+    with leaving_nothing(), Store(memory / "store") as store:
+        for content in (b"".join(whole), unfinished.getvalue(), unfinished.getvalue()[:-8]):
+            with memfd(content) as descriptor, pytest.raises(StoreError, match="memory that was handed over"):
+                store.hand_over(descriptor)
+        assert store.usage().total == 0
+        with memfd(whole[0]) as descriptor:
+            version = store.commit(commit_of("d", [store.hand_over(descriptor)], key="k"))
+        assert version.rows == 2
+
+
 def test_what_was_handed_over_counts_for_as_long_as_somebody_has_it_mapped(memory: Path) -> None:
     with Store(memory / "store", 8 * MIB) as store:
         version = store.commit(commit_of("d", [handed(store, large(5))], key="k"))
@@ -180,12 +203,13 @@ def test_memory_is_discarded_while_others_use_the_store(memory: Path) -> None:
 
 
 def test_holes_count_for_what_they_take_when_they_are_read(memory: Path) -> None:
-    sink = pa.BufferOutputStream()
+    sink = io.BytesIO()
     with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_table(table(1))
+        writer.write_table(table(*bytes(MIB // 4)))
+    content = sink.getvalue()
     with Store(memory / "store", MIB) as store, memfd(b"", 0) as descriptor:
-        os.write(descriptor, sink.getvalue())
-        os.ftruncate(descriptor, 1 << 40)
+        os.pwrite(descriptor, content[:1024], 0)
+        os.pwrite(descriptor, content[-1024:], len(content) - 1024)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         with pytest.raises(StoreError, match="can never fit"):
             store.hand_over(descriptor)

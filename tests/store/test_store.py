@@ -231,6 +231,24 @@ def test_a_commit_that_cannot_be_leaves_what_was_staged(memory: Path) -> None:
         assert store.versions() == []
 
 
+def test_a_segment_is_committed_after_its_writer_has_ended_it(memory: Path) -> None:
+    """Other tools may write to a file under the name that is committed."""
+    with Store(memory) as store:
+        place = store.staging / "mine"
+        with place.open("wb", buffering=0) as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+            writer.write_batch(batch(1, 2))
+            with pytest.raises(StoreError, match="mine has no end-of-stream marker") as refusal:
+                store.commit(commit_of("d", ["mine"], key="k"))
+            writer.write_batch(batch(3, 4))
+        assert refusal.traceback  # which has the segment as it was
+        version = store.commit(commit_of("d", ["mine"], key="k"))
+        assert numbers(store, version) == [1, 2, 3, 4]
+        place.write_bytes((store.directory / "segments" / version.id / "0000.arrows").read_bytes() * 2)
+        with pytest.raises(StoreError, match="mine has data after its end"):
+            store.commit(commit_of("d", ["mine"], mode="append", key="l"))
+        assert store.versions() == [version]
+
+
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", ".", ""])
 def test_only_what_lies_in_the_staging_directory_can_be_named(memory: Path, name: str) -> None:
     with Store(memory) as store:
