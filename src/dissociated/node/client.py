@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 
 from dissociated.base.buffers import MAX_METADATA
@@ -12,7 +11,6 @@ from dissociated.client.request import MAX_PARALLEL, TIMEOUT
 from dissociated.control.catalog_uri import CATALOG_VARIABLE, ROOTS_VARIABLE, TOKEN_VARIABLE
 from dissociated.node.launch import default_store, ensure, running
 
-_starting = threading.Lock()
 #: The write ends of pipes to nodes that this process started. They stay open until this process ends, because an unused
 #: node ends with its starter.
 _started: list[int] = []
@@ -54,6 +52,7 @@ def connect(
     Raises:
         UriError: The URI is invalid.
         StoreError: The node cannot be started.
+        ForkedError: The process that forked this one has used gRPC.
         OptionError: An argument is invalid. The client's calls raise CatalogError, AccessDenied and DeadlineExceeded.
 
     Example:
@@ -80,19 +79,19 @@ def local_catalog() -> str:
 
     Raises:
         StoreError: The node cannot be started.
+        ForkedError: The process that forked this one has used gRPC.
     """
-    with _starting:
-        store = default_store()
-        address = running(store)
-        if address is not None:
-            return address.uri
-        read, write = os.pipe()
-        try:
-            address = ensure(store, starter=read)
-        except BaseException:
-            os.close(write)
-            raise
-        finally:
-            os.close(read)
-        _started.append(write)
+    store = default_store()
+    address = running(store)
+    if address is not None:
         return address.uri
+    read, write = os.pipe()
+    try:
+        address = ensure(store, starter=read)
+    except BaseException:
+        os.close(write)
+        raise
+    finally:
+        os.close(read)
+    _started.append(write)
+    return address.uri

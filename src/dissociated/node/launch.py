@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
-from dissociated.base.descriptors import owned
+from dissociated.base.descriptors import owned, unlocking
 from dissociated.base.oserrors import store_errors
 from dissociated.base.private import open_private_directory, open_private_file, read_private_file
 from dissociated.client.calls import CatalogClient
-from dissociated.errors import AccessDenied, DissociatedError, StoreError
+from dissociated.errors import AccessDenied, DissociatedError, ForkedError, StoreError
 from dissociated.store.layout import NODE_LOG, START_LOCK, known_id, store_id
 
 #: The environment variable with the directory of this user's default store.
@@ -64,6 +64,7 @@ def running(directory: str | os.PathLike[str], timeout: float = _ANSWER_TIMEOUT)
 
     Raises:
         NotPrivate: Other users can access the directory.
+        ForkedError: The process that forked this one has used gRPC.
     """
     try:
         store = open_private_directory(directory)
@@ -83,6 +84,8 @@ def _running(store: int, directory: Path, timeout: float = _ANSWER_TIMEOUT) -> N
         with contextlib.closing(CatalogClient(address.uri, timeout)) as client:
             if client.stage().node != id:
                 return None  # The node of this store was killed, and another node has its port now.
+    except ForkedError:
+        raise  # This process cannot ask any node.
     except AccessDenied:
         pass  # A node answers, but it requires a token, or its certificate is not trusted yet.
     except DissociatedError:
@@ -163,7 +166,8 @@ def _start_lock(opened: int, store: Path, deadline: float) -> Iterator[None]:
                         f"another process has been starting a node for {str(store)!r} for too long"
                     ) from None
                 time.sleep(0.05)  # A lock of the kernel has no timeout, so poll.
-        yield
+        with unlocking(lock.fileno()):
+            yield
 
 
 def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, starter: int | None) -> NodeAddress:
