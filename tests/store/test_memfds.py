@@ -334,6 +334,16 @@ def test_what_was_handed_over_to_a_node_goes_when_it_is_dropped(memory: Path, st
     assert staged(memory / "store") == []
 
 
+def test_a_node_is_in_use_while_memory_waits_for_its_commit(memory: Path) -> None:
+    with Node(Store(memory / "store"), []) as node, dis.connect(node.uri) as client:
+        assert node.idle
+        with memfd(table(1)) as descriptor:
+            segment = client.hand_over(descriptor)
+        assert not node.idle
+        client.commit(dis.Commit("d", [segment], SCHEMA))
+        assert node.idle
+
+
 def test_a_node_of_a_catalog_takes_memory_too(memory: Path, tmp_path: Path, start: Start) -> None:
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
     arguments = ("node", "--store", memory / "a", "--catalog", catalog.uri, "--heartbeat", "0.5")

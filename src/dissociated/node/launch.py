@@ -113,7 +113,7 @@ def ensure(
         empty_exit: The number of seconds without readers, writers and data after which the node ends.
         options: Further options of the command `dissociated node`, such as `["--limit=8GiB", "--policy=evict"]`.
         starter: The read end of a pipe, which the caller keeps. When the write end is closed in all processes, the node
-            ends if no version was committed and no client is connected.
+            ends if no version was committed and no client is connected to its catalog.
         timeout: The number of seconds in which the node must answer.
 
     Returns:

@@ -88,6 +88,10 @@ class Memfds:
         entry = self._staged.get(name)
         return None if entry is None else entry[0].path
 
+    def staged_names(self) -> list[str]:
+        """Return the names of the staged memfds."""
+        return [*self._staged]
+
     def unstage(self, name: str) -> None:
         """Release the staged memfd `name`, if there is one."""
         entry = self._staged.pop(name, None)

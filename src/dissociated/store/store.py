@@ -463,9 +463,11 @@ class Store(ProcessBound):
     # Removing
 
     def staged_names(self) -> list[str]:
-        """Return the names of the segments in the staging directory, finished and unfinished ones."""
+        """Return the names of the segments that are not committed yet: files, finished and unfinished, and memfds."""
+        with self._locked:
+            memfds = self._memfds.staged_names()
         with os.scandir(self._directory.staging) as entries:
-            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+            return [*memfds, *(entry.name for entry in entries if entry.is_file(follow_symlinks=False))]
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove segments from the staging directory. Missing ones are ignored. Raises StoreError."""
