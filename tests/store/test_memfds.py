@@ -29,7 +29,7 @@ from dissociated.store.store import Store
 from memory.maps import origins
 from support.helpers import PATIENCE, Serve, commit_of, descriptors, leaving_nothing, wait_until
 from support.nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
-from support.processes import Process, Start
+from support.processes import Fork, Process, Start
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -336,12 +336,13 @@ def test_what_was_handed_over_to_a_node_goes_when_it_is_dropped(memory: Path, st
 
 def test_a_node_is_in_use_while_memory_waits_for_its_commit(memory: Path) -> None:
     with Node(Store(memory / "store"), []) as node, dis.connect(node.uri) as client:
-        assert node.idle
+        idle = [node.idle]
         with memfd(table(1)) as descriptor:
             segment = client.hand_over(descriptor)
-        assert not node.idle
+        idle.append(node.idle)
         client.commit(dis.Commit("d", [segment], SCHEMA))
-        assert node.idle
+        idle.append(node.idle)
+    assert idle == [True, False, True]
 
 
 def test_a_node_of_a_catalog_takes_memory_too(memory: Path, tmp_path: Path, start: Start) -> None:
@@ -455,6 +456,35 @@ def test_another_user_hands_nothing_over(memory: Path, start: Start) -> None:
     for closed in (path, *list(path.parents)[:3]):  # even if every user can reach the socket
         closed.chmod(0o777)
     assert heard().stdout == '{"error": "this node accepts no memory from user 65534"}\n'
+
+
+OF_ROOT = """
+import fcntl, os, sys
+import pyarrow as pa
+from dissociated.control.commit import Commit, StagedSegment
+from dissociated.store.store import Store
+
+descriptor = os.memfd_create("of root", os.MFD_ALLOW_SEALING)
+with os.fdopen(os.dup(descriptor), "wb") as file, pa.ipc.new_stream(file, pa.schema([("n", pa.int64())])):
+    pass
+fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+os.chown(sys.argv[1], 65534, -1)
+os.seteuid(65534)
+with Store(sys.argv[1]) as store:
+    version = store.commit(Commit("d", [StagedSegment(store.hand_over(descriptor))], key="k"))
+    assert store.usage().total > 0
+    store.remove(version)
+    store.sweep()
+    assert store.usage().total == 0
+"""
+
+
+@pytest.mark.needs("root")
+@pytest.mark.usefixtures("forks")
+def test_memory_of_root_is_freed_by_the_node_of_another_user(memory: Path) -> None:
+    with Fork("-c", OF_ROOT, str(memory), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        printed, _ = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, printed) == (0, "")
 
 
 @pytest.mark.needs("root")
