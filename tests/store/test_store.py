@@ -589,6 +589,23 @@ def test_a_full_store_refuses_with_numbers_and_says_what_to_do(memory: Path) -> 
         assert [version.name for version in store.versions()] == ["a", "b"]
 
 
+def test_a_segment_that_fits_without_its_statistics_is_written_without_them(memory: Path) -> None:
+    def write_rows(store: Store, count: int) -> int:
+        with store.writer(f"rows-{count}", SCHEMA) as writer:
+            writer.write(batch(*range(count)))
+            return writer.nbytes + 8  # with the end of the stream
+
+    page, count = resource.getpagesize(), 12_000
+    with Store(memory / "measured") as store:
+        count += -write_rows(store, count) % page // 64 * 8  # in bodies of multiples of 64 bytes
+        size = write_rows(store, count)
+    assert -size % page < 64
+    with Store(memory / "store", size + -size % page) as store:
+        assert write_rows(store, count) == size
+        with pa.ipc.open_stream(store.staging / f"rows-{count}") as reader:
+            assert reader.read_all()["n"].to_pylist() == [*range(count)]
+
+
 def test_the_limit_holds_for_writers_in_other_processes_and_for_what_is_staged(memory: Path) -> None:
     with Store(memory, limit=12 * MIB) as store:
         first = SegmentWriter(store.staging / "x", SCHEMA, reserve=store.reserve)

@@ -38,7 +38,7 @@ from dissociated.codec.sink import DescriptorSink, Sink
 from dissociated.codec.split import BatchAndMetadata, Metadata, SplitMessage, Splitter, batches
 from dissociated.codec.validation import OnceValidator
 from dissociated.codec.writer import EncapsulatedWriter
-from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
+from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
 from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, encapsulate, end_of_stream
 from dissociated.format.index import Index
 from dissociated.format.message import HeaderType, buffer_extents, row_count_at
@@ -426,14 +426,19 @@ class SegmentWriter(EncapsulatedWriter):
         self._statistics.add(batch)
 
     def _end(self) -> None:
-        # Statistics are optional. There may be no room for them, or they may be impossible to compute.
-        with suppress(StoreFull, pa.ArrowException):
+        if self._write_statistics():
+            self._sink.close()
+        else:
+            super()._end()
+
+    def _write_statistics(self) -> bool:
+        """Write the end of the stream with statistics. Return False if they are unknown, or cannot be written."""
+        with suppress(StoreError, pa.ArrowException):  # They are optional. Without them, the segment may still fit.
             statistics = self._statistics.statistics()
             if statistics is not None:
                 self._write([end_of_stream(), statistics.encode()])
-                self._sink.close()
-                return
-        super()._end()
+                return True
+        return False
 
 
 class SharedSegmentWriter(SegmentWriter):
