@@ -30,6 +30,7 @@ from dissociated.store.files import NewFile, StagedFile, claim_unused
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from support.helpers import PATIENCE, case, commit_of, descriptors, leaving_nothing
+from support.machine import UNSHARED
 from support.nodes import kill, small_file_system, spawn
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -786,6 +787,32 @@ def test_a_full_file_system_is_told_in_a_sentence_and_can_be_evicted_from(tmp_pa
     assert "in Docker, --shm-size" in sentence
     assert (staged, rows, left) == ("[]", str(3 << 17), "['b']")
     assert refused == ["['b', 'm']", "['b', 'c']"]
+
+
+WITHOUT_FALLOCATE = """
+import sys
+import pyarrow as pa
+from dissociated.control.commit import Commit, StagedSegment
+from dissociated.store.store import Store
+
+batch = pa.record_batch({"n": pa.array(range(1 << 14), pa.int64())})
+with Store(sys.argv[1] + "/store") as store:
+    with store.writer("a", batch.schema) as writer:
+        for _ in range(4):  # more than is reserved at once
+            writer.write(batch)
+    version = store.commit(Commit("a", [StagedSegment("a")], key="k"))
+    (segment,) = store.segments(version)
+    print(pa.ipc.open_stream(segment.region.memory).read_all() == pa.Table.from_batches([batch] * 4))
+    del segment
+"""
+
+
+@pytest.mark.needs("tmpfs")
+def test_a_file_system_that_cannot_allocate_takes_segments(tmp_path: Path) -> None:
+    command = [*UNSHARED, "sh", "-c", 'mount -t ramfs -o mode=700 ramfs "$0" && exec "$@"', str(tmp_path)]
+    command += [sys.executable, "-c", WITHOUT_FALLOCATE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 FULL_DISK = """
