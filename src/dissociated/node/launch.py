@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -190,7 +191,8 @@ def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, 
                 )
         finally:
             os.close(write)
-        process.returncode = 0  # Nobody waits for this process, so Popen must consider it finished.
+        # The node may end long before this process, of which it would then be a zombie.
+        threading.Thread(target=process.wait, name="node", daemon=True).start()
         line = _line(pipe, deadline)
     address = _running(opened, store) if line else None
     if address is None:
