@@ -169,7 +169,7 @@ NODE = """
     def child():
         signal.alarm(20)
         stolen = dis.Commit("stolen", key="k")
-        for call in (store.versions, store.sweep, lambda: store.commit(stolen), lambda: node.drain(0)):
+        for call in (store.versions, store.sweep, lambda: store.commit(stolen), lambda: node.drain(0), dis.connect):
             try:
                 call()
             except dis.errors.ForkedError:
@@ -181,6 +181,7 @@ NODE = """
 
     with tempfile.TemporaryDirectory() as directory:
         store = Store(Path(directory) / "store")
+        os.environ["DISSOCIATED_STORE"] = str(store.directory)
         with Node(store, ["tcp://127.0.0.1:0"]) as node, dis.connect(node.uri) as client:
             client.put("data", WHOLE)
             pid = os.fork()
@@ -194,6 +195,50 @@ NODE = """
 
 def test_a_child_neither_changes_nor_closes_the_node_and_the_store_of_its_parent() -> None:
     run(BEGIN, NODE)
+
+
+STARTING = """
+    import tempfile, threading
+    from pathlib import Path
+    from dissociated.node.launch import ensure
+
+    def attempt(start):
+        try:
+            start()
+        except dis.errors.StoreError as error:
+            return "no node could be started" in str(error)
+
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["DISSOCIATED_STORE"] = f"{directory}/store"
+        pipe = Path(directory, "pipe")
+        os.mkfifo(pipe)
+        program = Path(directory, "node")
+        program.write_text(f"#!/bin/sh\\n[ ! -p {pipe} ] || cat {pipe}\\n")
+        program.chmod(0o700)
+        sys.executable = str(program)
+        results = []
+        starter = threading.Thread(target=lambda: results.append(attempt(dis.connect)))
+        starter.start()
+        starting = pipe.open("wb")  # waits for the process of the node
+        pipe.unlink()
+        read, write = os.pipe()
+        pid = os.fork()
+        if not pid:
+            signal.alarm(20)
+            starting.close()
+            os.read(read, 1)
+            os._exit(not attempt(dis.connect))
+        starting.close()
+        starter.join()
+        assert results == [True]
+        assert attempt(lambda: ensure(timeout=0.0))  # the lock is free, although the child has it open
+        os.write(write, b"x")
+        assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_a_child_inherits_no_lock_of_a_thread_that_starts_a_node() -> None:
+    run(BEGIN, STARTING)
 
 
 def items(method: str, rows: workers.Rows) -> list[int]:

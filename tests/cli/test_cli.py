@@ -460,6 +460,8 @@ def test_a_stream_without_its_end_is_not_published(tmp_path: Path, options: dict
             for publish in (client.put, server.publish):
                 with pytest.raises(SourceError, match=r"no end-of-stream marker.*publish a reader"):
                     publish("ends", path)
+            with pytest.raises(SourceError, match=r"no end-of-stream marker.*publish a reader"):
+                server.publish("ends", cut)
             assert "ends" not in client
             assert client.put("ends", pa.ipc.open_stream(path)) == content.num_rows
 

@@ -27,6 +27,8 @@ TABLE = pa.table(
         ),
         "odd name": [1, 2, 3, 1, 2, 3],
         "st": [{"x": one} for one in range(6)],
+        "true": [1, 2, None, 1, 2, 3],
+        "false": [True, True, None, False, False, True],
     }
 )
 MEANT = [
@@ -62,6 +64,7 @@ MEANT = [
         "b = false",
     ),
     *("price = 1.10", "price > 3.3", '"odd name" = 1', "st.x > 3", '"st"."x" <= 1', "(((n = 1)))", "f < 1e3", "n > +1"),
+    *('"true" = 1', '"true" is null', '"false" = true', "TRUE = b", "b = False", "not true = b"),
 ]
 
 
@@ -87,6 +90,7 @@ def test_a_condition_means_what_it_means_in_sql() -> None:
         ("n ; drop", "at '; drop': expected a name, a value or a comparison"),
         ("n = s", "at 's': expected a value"),
         ('s = "a"', "at '\"a\"': expected a value"),
+        ('b = "true"', "at '\"true\"': expected a value"),
         ("n not > 1", "expected in, between or like"),
         ("n in ()", "a value"),
         ("s like 'a_c'", "use 'x%', '%x' or '%x%'"),

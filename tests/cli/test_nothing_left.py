@@ -316,3 +316,30 @@ def test_a_node_that_somebody_else_uses_meanwhile_stays(tmp_path: Path) -> None:
         os.close(written)
         stop_with_starter(starter, node, before, stop)
         assert not stop.wait(0)
+
+
+def test_a_node_that_another_client_has_found_stays_until_that_client_is_closed(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISSOCIATED_STORE", str(memory / "store"))
+    monkeypatch.delenv("DISSOCIATED_CATALOG", raising=False)
+    starter, written = os.pipe()
+    os.close(written)
+    checked = 0
+
+    class Checks(Stop):
+        """The signal of a node that is checked without pauses."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal checked
+            checked += 1
+            if checked == 10:
+                client.close()
+                wait_until(lambda: not node.has_clients, "the client is disconnected")
+            return super().wait(0)
+
+    with closing(Checks()) as stop, Node(Store(memory / "store"), []) as node:
+        client = dis.connect()  # no call follows yet
+        stop_with_starter(starter, node, [], stop)
+        assert checked >= 10
+        assert stop.wait(0)

@@ -27,6 +27,18 @@ def test_a_sealed_memfd_never_changes() -> None:
         os.close(descriptor)
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "\u58f2" * 80, "\N{GRINNING FACE}" * 60], ids=["a", "three", "four"])
+def test_a_name_of_any_length_names_a_memfd(name: str) -> None:
+    descriptor = create_memfd(name)
+    try:
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+    shown = target.removeprefix("/memfd:dissociated:").removesuffix(" (deleted)")
+    assert name.startswith(shown)
+    assert len(shown.encode()) > 200
+
+
 def test_parts_are_written_one_after_the_other(tmp_path: Path) -> None:
     """Write more parts than the system accepts in one call, some of them empty."""
     parts = [bytes([n % 256]) * (n % 5) for n in range(5000)]

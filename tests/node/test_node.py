@@ -21,7 +21,7 @@ import pytest
 import dissociated as dis
 from dissociated.control.commit import StagedSegment
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, NodeUnreachable, StoreError
-from dissociated.node.launch import ensure, running
+from dissociated.node.launch import NodeProcess, ensure, running
 from dissociated.node.node import Node
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
@@ -314,13 +314,14 @@ def test_processes_that_need_a_node_start_one_and_share_it(memory: Path) -> None
         assert read(address.uri, "d", "shm") == [1, 2]
     finally:
         os.kill(address.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(address.pid, 0)
+        wait_until(lambda: not Path(f"/proc/{address.pid}").exists(), "it is no zombie of this process")
     assert running(store) is None
+    began = time.monotonic()
     again = ensure(store, idle_exit=0.1)  # the node ends by itself, and the data stays
-    wait_until(lambda: running(store) is None, "it ends")
-    with suppress(ChildProcessError):
-        os.waitpid(again.pid, 0)
+    with NodeProcess(store) as process:
+        assert process.wait(PATIENCE)
+    assert time.monotonic() - began > 2  # a writer that has asked for the stage has time to write
+    wait_until(lambda: not Path(f"/proc/{again.pid}").exists(), "it is no zombie of this process")
     assert len(segments(store / "segments")) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -27,7 +29,7 @@ from dissociated.store.store import Store
 from memory.maps import origins
 from support.helpers import PATIENCE, Serve, commit_of, descriptors, leaving_nothing, wait_until
 from support.nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
-from support.processes import Process, Start
+from support.processes import Fork, Process, Start
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -118,6 +120,27 @@ def test_a_memfd_that_holds_no_stream_is_refused_and_nothing_has_to_go_for_it(me
         assert store.versions() == [kept]
 
 
+@pytest.mark.parametrize("kind", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_a_memfd_that_holds_more_or_less_than_one_whole_stream_or_file_is_refused(memory: Path, kind: Any) -> None:
+    whole = []
+    for numbers in ([1, 2], [3, 4]):
+        sink = io.BytesIO()
+        with kind(sink, SCHEMA) as writer:
+            writer.write_table(table(*numbers))
+        whole.append(sink.getvalue())
+    unfinished = io.BytesIO()
+    writer = kind(unfinished, SCHEMA)
+    writer.write_table(table(1, 2))
+    with leaving_nothing(), Store(memory / "store") as store:
+        for content in (b"".join(whole), unfinished.getvalue(), unfinished.getvalue()[:-8]):
+            with memfd(content) as descriptor, pytest.raises(StoreError, match="memory that was handed over"):
+                store.hand_over(descriptor)
+        assert store.usage().total == 0
+        with memfd(whole[0]) as descriptor:
+            version = store.commit(commit_of("d", [store.hand_over(descriptor)], key="k"))
+        assert version.rows == 2
+
+
 def test_what_was_handed_over_counts_for_as_long_as_somebody_has_it_mapped(memory: Path) -> None:
     with Store(memory / "store", 8 * MIB) as store:
         version = store.commit(commit_of("d", [handed(store, large(5))], key="k"))
@@ -180,12 +203,13 @@ def test_memory_is_discarded_while_others_use_the_store(memory: Path) -> None:
 
 
 def test_holes_count_for_what_they_take_when_they_are_read(memory: Path) -> None:
-    sink = pa.BufferOutputStream()
+    sink = io.BytesIO()
     with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_table(table(1))
+        writer.write_table(table(*bytes(MIB // 4)))
+    content = sink.getvalue()
     with Store(memory / "store", MIB) as store, memfd(b"", 0) as descriptor:
-        os.write(descriptor, sink.getvalue())
-        os.ftruncate(descriptor, 1 << 40)
+        os.pwrite(descriptor, content[:1024], 0)
+        os.pwrite(descriptor, content[-1024:], len(content) - 1024)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         with pytest.raises(StoreError, match="can never fit"):
             store.hand_over(descriptor)
@@ -310,6 +334,17 @@ def test_what_was_handed_over_to_a_node_goes_when_it_is_dropped(memory: Path, st
     assert staged(memory / "store") == []
 
 
+def test_a_node_is_in_use_while_memory_waits_for_its_commit(memory: Path) -> None:
+    with Node(Store(memory / "store"), []) as node, dis.connect(node.uri) as client:
+        idle = [node.idle]
+        with memfd(table(1)) as descriptor:
+            segment = client.hand_over(descriptor)
+        idle.append(node.idle)
+        client.commit(dis.Commit("d", [segment], SCHEMA))
+        idle.append(node.idle)
+    assert idle == [True, False, True]
+
+
 def test_a_node_of_a_catalog_takes_memory_too(memory: Path, tmp_path: Path, start: Start) -> None:
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
     arguments = ("node", "--store", memory / "a", "--catalog", catalog.uri, "--heartbeat", "0.5")
@@ -421,6 +456,35 @@ def test_another_user_hands_nothing_over(memory: Path, start: Start) -> None:
     for closed in (path, *list(path.parents)[:3]):  # even if every user can reach the socket
         closed.chmod(0o777)
     assert heard().stdout == '{"error": "this node accepts no memory from user 65534"}\n'
+
+
+OF_ROOT = """
+import fcntl, os, sys
+import pyarrow as pa
+from dissociated.control.commit import Commit, StagedSegment
+from dissociated.store.store import Store
+
+descriptor = os.memfd_create("of root", os.MFD_ALLOW_SEALING)
+with os.fdopen(os.dup(descriptor), "wb") as file, pa.ipc.new_stream(file, pa.schema([("n", pa.int64())])):
+    pass
+fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+os.chown(sys.argv[1], 65534, -1)
+os.seteuid(65534)
+with Store(sys.argv[1]) as store:
+    version = store.commit(Commit("d", [StagedSegment(store.hand_over(descriptor))], key="k"))
+    assert store.usage().total > 0
+    store.remove(version)
+    store.sweep()
+    assert store.usage().total == 0
+"""
+
+
+@pytest.mark.needs("root")
+@pytest.mark.usefixtures("forks")
+def test_memory_of_root_is_freed_by_the_node_of_another_user(memory: Path) -> None:
+    with Fork("-c", OF_ROOT, str(memory), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        printed, _ = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, printed) == (0, "")
 
 
 @pytest.mark.needs("root")

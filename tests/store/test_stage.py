@@ -43,6 +43,18 @@ def test_what_is_taken_is_held_by_whoever_took_it_alone(tmp_path: Path) -> None:
         assert (a.rows, b.rows) == (2, 1)
 
 
+def test_a_segment_that_its_writer_has_not_ended_is_not_taken(tmp_path: Path) -> None:
+    with closing(Stage(tmp_path)) as stage:
+        path = stage.directory / "mine"
+        with path.open("wb", buffering=0) as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+            writer.write_batch(pa.record_batch({"n": pa.array([1], pa.int64())}))
+            with pytest.raises(StoreError, match="mine has no end-of-stream marker"):
+                stage.take(["mine"])
+            assert path.exists()
+        (segment,) = stage.take(["mine"])
+        assert segment.rows == 1
+
+
 def test_nothing_is_taken_where_one_cannot_be(tmp_path: Path) -> None:
     with closing(Stage(tmp_path)) as stage:
         write(stage, "a", 1)

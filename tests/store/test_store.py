@@ -30,6 +30,7 @@ from dissociated.store.files import NewFile, StagedFile, claim_unused
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from support.helpers import PATIENCE, case, commit_of, descriptors, leaving_nothing
+from support.machine import UNSHARED
 from support.nodes import kill, small_file_system, spawn
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -229,6 +230,24 @@ def test_a_commit_that_cannot_be_leaves_what_was_staged(memory: Path) -> None:
                 store.commit(commit_of("some", names, key="k"))
         assert sorted(os.listdir(store.staging)) == ["a", "b"]
         assert store.versions() == []
+
+
+def test_a_segment_is_committed_after_its_writer_has_ended_it(memory: Path) -> None:
+    """Other tools may write to a file under the name that is committed."""
+    with Store(memory) as store:
+        place = store.staging / "mine"
+        with place.open("wb", buffering=0) as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+            writer.write_batch(batch(1, 2))
+            with pytest.raises(StoreError, match="mine has no end-of-stream marker") as refusal:
+                store.commit(commit_of("d", ["mine"], key="k"))
+            writer.write_batch(batch(3, 4))
+        assert refusal.traceback  # which has the segment as it was
+        version = store.commit(commit_of("d", ["mine"], key="k"))
+        assert numbers(store, version) == [1, 2, 3, 4]
+        place.write_bytes((store.directory / "segments" / version.id / "0000.arrows").read_bytes() * 2)
+        with pytest.raises(StoreError, match="mine has data after its end"):
+            store.commit(commit_of("d", ["mine"], mode="append", key="l"))
+        assert store.versions() == [version]
 
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", ".", ""])
@@ -571,6 +590,23 @@ def test_a_full_store_refuses_with_numbers_and_says_what_to_do(memory: Path) -> 
         assert [version.name for version in store.versions()] == ["a", "b"]
 
 
+def test_a_segment_that_fits_without_its_statistics_is_written_without_them(memory: Path) -> None:
+    def write_rows(store: Store, count: int) -> int:
+        with store.writer(f"rows-{count}", SCHEMA) as writer:
+            writer.write(batch(*range(count)))
+            return writer.nbytes + 8  # with the end of the stream
+
+    page, count = resource.getpagesize(), 12_000
+    with Store(memory / "measured") as store:
+        count += -write_rows(store, count) % page // 64 * 8  # in bodies of multiples of 64 bytes
+        size = write_rows(store, count)
+    assert -size % page < 64
+    with Store(memory / "store", size + -size % page) as store:
+        assert write_rows(store, count) == size
+        with pa.ipc.open_stream(store.staging / f"rows-{count}") as reader:
+            assert reader.read_all()["n"].to_pylist() == [*range(count)]
+
+
 def test_the_limit_holds_for_writers_in_other_processes_and_for_what_is_staged(memory: Path) -> None:
     with Store(memory, limit=12 * MIB) as store:
         first = SegmentWriter(store.staging / "x", SCHEMA, reserve=store.reserve)
@@ -751,6 +787,32 @@ def test_a_full_file_system_is_told_in_a_sentence_and_can_be_evicted_from(tmp_pa
     assert "in Docker, --shm-size" in sentence
     assert (staged, rows, left) == ("[]", str(3 << 17), "['b']")
     assert refused == ["['b', 'm']", "['b', 'c']"]
+
+
+WITHOUT_FALLOCATE = """
+import sys
+import pyarrow as pa
+from dissociated.control.commit import Commit, StagedSegment
+from dissociated.store.store import Store
+
+batch = pa.record_batch({"n": pa.array(range(1 << 14), pa.int64())})
+with Store(sys.argv[1] + "/store") as store:
+    with store.writer("a", batch.schema) as writer:
+        for _ in range(4):  # more than is reserved at once
+            writer.write(batch)
+    version = store.commit(Commit("a", [StagedSegment("a")], key="k"))
+    (segment,) = store.segments(version)
+    print(pa.ipc.open_stream(segment.region.memory).read_all() == pa.Table.from_batches([batch] * 4))
+    del segment
+"""
+
+
+@pytest.mark.needs("tmpfs")
+def test_a_file_system_that_cannot_allocate_takes_segments(tmp_path: Path) -> None:
+    command = [*UNSHARED, "sh", "-c", 'mount -t ramfs -o mode=700 ramfs "$0" && exec "$@"', str(tmp_path)]
+    command += [sys.executable, "-c", WITHOUT_FALLOCATE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 FULL_DISK = """

@@ -22,4 +22,14 @@ def locked(descriptor: int) -> Iterator[int]:
     """Lock a file or directory for this block alone, as soon as no other process has it locked. Then close it."""
     with owned(descriptor):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
+        with unlocking(descriptor):
+            yield descriptor
+
+
+@contextmanager
+def unlocking(descriptor: int) -> Iterator[None]:
+    """Unlock a file after the block. Closing it is not enough: a process that was forked meanwhile has it open, too."""
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -88,7 +88,7 @@ class _ConditionParser:
         return condition
 
     def _comparison(self) -> pc.Expression:
-        if self._kind in ("number", "text") or self._token in ("true", "false"):
+        if self._is_value:
             value, operator = self._value(), self._sign()
             return self._condition(self._column(), _MIRRORED.get(operator, operator), value)
         column = self._column()
@@ -152,9 +152,14 @@ class _ConditionParser:
         self._advance()
         return sign
 
+    @property
+    def _is_value(self) -> bool:
+        is_boolean = self._kind == "word" and self._token.lower() in ("true", "false")
+        return is_boolean or self._kind in ("number", "text")
+
     def _value(self) -> Any:
         kind, token = self._kind, self._token
-        if kind not in ("number", "text") and token.lower() not in ("true", "false"):
+        if not self._is_value:
             self._fail("a value: a number, a 'text', true or false" + (" (write is null)" if token == "null" else ""))
         self._advance()
         if kind == "text":

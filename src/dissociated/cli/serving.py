@@ -270,7 +270,7 @@ def _wait_for_end(node: Node, stop: StopSignal, idle_exit: float | None, empty_e
             last_busy = last_filled = now
         elif not node.empty:
             last_filled = now
-        if idle_exit is not None and now - last_busy > idle_exit:
+        if idle_exit is not None and now - last_busy > idle_exit and not node.is_awaited:
             break
         if empty_exit is not None and now - last_filled > empty_exit:
             node.retire()
@@ -290,7 +290,7 @@ def stop_with_starter(starter: int, node: Node, before: list[Version], stop: Sto
         starter: The read end of a pipe from that process. It is closed here.
         node: The node.
         before: The versions in the store when the node started. If these have changed, the node stays.
-        stop: The event to set if the node is idle and unchanged.
+        stop: The event to set if the node is idle and unchanged, and no client is connected.
     """
     os.read(starter, 1)  # returns when the other end is closed
     os.close(starter)
@@ -298,7 +298,7 @@ def stop_with_starter(starter: int, node: Node, before: list[Version], stop: Sto
     while idle < _IDLE_CHECKS and not stop.wait(_IDLE_CHECK_INTERVAL):
         if node.store.versions() != before:
             return
-        idle = idle + 1 if node.idle else 0
+        idle = idle + 1 if node.idle and not node.has_clients else 0
     stop.set()
 
 

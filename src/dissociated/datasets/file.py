@@ -8,7 +8,6 @@ client receives wrong data. Files of other formats are read anew for each client
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import SourceError
 from dissociated.format.encapsulated import FILE_MAGIC
 from dissociated.format.index import Index
-from dissociated.store.segment import Segment
+from dissociated.store.segment import Segment, is_alone
 
 #: The first bytes of a Parquet file, and the name of its kind.
 PARQUET_MAGIC, PARQUET = b"PAR1", "a Parquet file"
@@ -41,20 +40,11 @@ def file_dataset(name: str, path: Path) -> SegmentsDataset:
 
     Raises:
         StoreError: The path holds no IPC stream or file, or cannot be read.
-        SourceError: A stream lacks its end-of-stream marker. Arrow allows that, but such a stream looks the same as
-            one whose writer has died or is still writing. The error is also raised if anything but statistics follows
-            a stream, since no reader would read it, and if several files follow one another, since the footer of the
-            last would be taken for that of the first.
+        SourceError: The file is not whole: see `check_whole`.
     """
     state = file_state(path.stat())  # taken before reading, so that later changes are noticed
     segment = Segment.open(path)
-    if not segment.index.is_ended:
-        raise SourceError(
-            f"{str(path)!r} has no end-of-stream marker, so it may be incomplete: write the file anew; if it "
-            r"is complete, add the marker (printf '\377\377\377\377\0\0\0\0' >> FILE), or publish a reader, "
-            "pyarrow.ipc.open_stream(path)"
-        )
-    check_alone(str(path), segment.index)
+    check_whole(repr(str(path)), segment.index)
     segment.modification_check = partial(_check_unchanged, path, segment.descriptor, state)
     dataset = SegmentsDataset(name, [segment])
     dataset.check_unchanged()  # after everything was read that is kept
@@ -124,14 +114,22 @@ def _is_true(is_unchanged: Callable[[], bool]) -> bool:
         return False
 
 
-def check_alone(where: str, index: Index) -> None:
-    """Raise SourceError if other data follow an Arrow IPC stream or file, since no reader would read them."""
-    if index.is_file and re.search(
-        FILE_MAGIC * 2, index.trailing_bytes
-    ):  # the end of a file, and the beginning of the next
+def check_whole(where: str, index: Index) -> None:
+    """Raise SourceError unless the content is one Arrow IPC stream or file, with an end.
+
+    Arrow allows streams without an end-of-stream marker, but such a stream looks the same as one whose writer has died
+    or is still writing. No reader would read data that follow a stream. If several files follow one another, the footer
+    of the last would be taken for that of the first.
+    """
+    if not index.is_ended:
         raise SourceError(
-            f"{where!r} holds several Arrow IPC files in a row, of which readers see the last footer only: publish "
-            "each file by itself"
+            f"{where} has no end-of-stream marker, so it may be incomplete: write it anew; if it is complete, add the "
+            r"marker (printf '\377\377\377\377\0\0\0\0' >> FILE), or publish a reader, pyarrow.ipc.open_stream(...)"
+        )
+    if index.is_file and not is_alone(index):
+        raise SourceError(
+            f"{where} holds several Arrow IPC files in a row, of which readers see the last footer only: publish each "
+            "file by itself"
         )
     if not index.is_file:
         check_rest(where, index.trailing_bytes)
@@ -141,7 +139,7 @@ def check_rest(where: str, trailing_bytes: Buffer) -> None:
     """Raise SourceError if `trailing_bytes`, after the end-of-stream marker, is not the stream's statistics."""
     if len(trailing_bytes) and not is_statistics(trailing_bytes):
         raise SourceError(
-            f"{where!r} has data after its end-of-stream marker, where Arrow readers stop: publish each stream by "
+            f"{where} has data after its end-of-stream marker, where Arrow readers stop: publish each stream by "
             "itself (with --append, dissociated put adds one to another)"
         )
 

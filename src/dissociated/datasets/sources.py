@@ -19,7 +19,7 @@ from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.tensor import TENSOR_FORMATS, Tensor, split_tensor
 from dissociated.control.dataset_info import TensorInfo, tensors_schema
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.file import check_alone, file_dataset, foreign_kind
+from dissociated.datasets.file import check_whole, file_dataset, foreign_kind
 from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
 from dissociated.datasets.source_errors import foreign_errors, foreign_reader, source_errors
 from dissociated.datasets.static import SegmentsDataset, StaticDataset
@@ -240,7 +240,7 @@ def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:
         may_change = isinstance(source, bytearray) or (isinstance(source, memoryview) and not source.readonly)
         buffer = pa.py_buffer(bytes(source) if may_change else source)
         index = Index(buffer)
-        check_alone(f"what is in memory for {name!r}", index)
+        check_whole(f"the Arrow IPC in memory for {name!r}", index)
         if not index.is_file:
             return _in_memory_batches(name, pa.ipc.open_stream(buffer), options)
         for number in range(len(index)):

@@ -24,6 +24,7 @@ from dissociated.base.oserrors import store_errors
 from dissociated.errors import RemoteProtocolError
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
+_MAX_NAME = 249  # bytes in the name of a memfd
 _SEALS_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEALS_STATIC = _SEALS_SIZE | fcntl.F_SEAL_WRITE  # seals cannot be removed
 
@@ -43,8 +44,10 @@ _REQUIRED_SEALS = {Backing.FILE: 0, Backing.SEALED: _SEALS_STATIC, Backing.LIVE:
 
 
 def create_memfd(name: str) -> int:
-    """Create an empty, sealable memfd. The caller owns the descriptor."""
-    descriptor = os.memfd_create(f"dissociated:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    """Create an empty, sealable memfd. The caller owns the descriptor. Processes show the first part of its name."""
+    whole = f"dissociated:{name}".encode(errors="replace")
+    shown_name = whole[:_MAX_NAME].decode(errors="ignore")  # without a part of a character
+    descriptor = os.memfd_create(shown_name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(descriptor, 0o400)  # other users could otherwise reopen their read-only descriptor for writing
     return descriptor
 

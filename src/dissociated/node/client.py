@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.client.client import Client
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT
 from dissociated.control.catalog_uri import CATALOG_VARIABLE, ROOTS_VARIABLE, TOKEN_VARIABLE
+from dissociated.errors import DissociatedError
 from dissociated.node.launch import default_store, ensure, running
 
-_starting = threading.Lock()
 #: The write ends of pipes to nodes that this process started. They stay open until this process ends, because an unused
 #: node ends with its starter.
 _started: list[int] = []
@@ -29,11 +29,12 @@ def connect(
     trusted_files: bool = False,
     max_parallel: int = MAX_PARALLEL,
 ) -> Client:
-    """Return a client of the catalog at `catalog_uri`. The first call of the client opens the connection.
+    """Return a client of the catalog at `catalog_uri`. The first call opens the connection, or `connect` without a URI.
 
     Without a URI, this is the catalog in the environment variable DISSOCIATED_CATALOG, or else the catalog of this
     user's node on this host. The node is started if it is not running. `dissociated status` and `dissociated stop` find
-    the same node. A node that was started ends with this process if nothing was published at it.
+    the same node. A node that was started ends with this process, unless something was published at it, or another
+    client is connected to it.
 
     Args:
         catalog_uri: grpc://HOST:PORT, grpc+tls://HOST:PORT for TLS, or grpc+unix:///DIR/FILE.sock; or None.
@@ -54,6 +55,7 @@ def connect(
     Raises:
         UriError: The URI is invalid.
         StoreError: The node cannot be started.
+        ForkedError: The process that forked this one has used gRPC.
         OptionError: An argument is invalid. The client's calls raise CatalogError, AccessDenied and DeadlineExceeded.
 
     Example:
@@ -64,6 +66,7 @@ def connect(
             table = client.read("flights").read_all()
         ```
     """
+    is_local = False
     if catalog_uri is None:
         catalog_uri = os.environ.get(CATALOG_VARIABLE)
         if catalog_uri:
@@ -72,7 +75,12 @@ def connect(
             tls_roots = tls_roots or os.environ.get(ROOTS_VARIABLE) or None
         else:
             catalog_uri = local_catalog()
-    return Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata, trusted_files, max_parallel)
+            is_local = True
+    client = Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata, trusted_files, max_parallel)
+    if is_local:
+        with suppress(DissociatedError):  # The first call of the caller raises it again.
+            client.stage()  # A connection keeps the node, whose starter may end before the first call.
+    return client
 
 
 def local_catalog() -> str:
@@ -80,19 +88,19 @@ def local_catalog() -> str:
 
     Raises:
         StoreError: The node cannot be started.
+        ForkedError: The process that forked this one has used gRPC.
     """
-    with _starting:
-        store = default_store()
-        address = running(store)
-        if address is not None:
-            return address.uri
-        read, write = os.pipe()
-        try:
-            address = ensure(store, starter=read)
-        except BaseException:
-            os.close(write)
-            raise
-        finally:
-            os.close(read)
-        _started.append(write)
+    store = default_store()
+    address = running(store)
+    if address is not None:
         return address.uri
+    read, write = os.pipe()
+    try:
+        address = ensure(store, starter=read)
+    except BaseException:
+        os.close(write)
+        raise
+    finally:
+        os.close(read)
+    _started.append(write)
+    return address.uri

@@ -10,17 +10,18 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
-from dissociated.base.descriptors import owned
+from dissociated.base.descriptors import owned, unlocking
 from dissociated.base.oserrors import store_errors
 from dissociated.base.private import open_private_directory, open_private_file, read_private_file
 from dissociated.client.calls import CatalogClient
-from dissociated.errors import AccessDenied, DissociatedError, StoreError
+from dissociated.errors import AccessDenied, DissociatedError, ForkedError, StoreError
 from dissociated.store.layout import NODE_LOG, START_LOCK, known_id, store_id
 
 #: The environment variable with the directory of this user's default store.
@@ -64,6 +65,7 @@ def running(directory: str | os.PathLike[str], timeout: float = _ANSWER_TIMEOUT)
 
     Raises:
         NotPrivate: Other users can access the directory.
+        ForkedError: The process that forked this one has used gRPC.
     """
     try:
         store = open_private_directory(directory)
@@ -83,6 +85,8 @@ def _running(store: int, directory: Path, timeout: float = _ANSWER_TIMEOUT) -> N
         with contextlib.closing(CatalogClient(address.uri, timeout)) as client:
             if client.stage().node != id:
                 return None  # The node of this store was killed, and another node has its port now.
+    except ForkedError:
+        raise  # This process cannot ask any node.
     except AccessDenied:
         pass  # A node answers, but it requires a token, or its certificate is not trusted yet.
     except DissociatedError:
@@ -110,7 +114,7 @@ def ensure(
         empty_exit: The number of seconds without readers, writers and data after which the node ends.
         options: Further options of the command `dissociated node`, such as `["--limit=8GiB", "--policy=evict"]`.
         starter: The read end of a pipe, which the caller keeps. When the write end is closed in all processes, the node
-            ends if no version was committed and no client is connected.
+            ends if no version was committed and no client is connected to its catalog.
         timeout: The number of seconds in which the node must answer.
 
     Returns:
@@ -163,7 +167,8 @@ def _start_lock(opened: int, store: Path, deadline: float) -> Iterator[None]:
                         f"another process has been starting a node for {str(store)!r} for too long"
                     ) from None
                 time.sleep(0.05)  # A lock of the kernel has no timeout, so poll.
-        yield
+        with unlocking(lock.fileno()):
+            yield
 
 
 def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, starter: int | None) -> NodeAddress:
@@ -186,7 +191,8 @@ def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, 
                 )
         finally:
             os.close(write)
-        process.returncode = 0  # Nobody waits for this process, so Popen must consider it finished.
+        # The node may end long before this process, of which it would then be a zombie.
+        threading.Thread(target=process.wait, name="node", daemon=True).start()
         line = _line(pipe, deadline)
     address = _running(opened, store) if line else None
     if address is None:

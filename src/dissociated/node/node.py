@@ -20,7 +20,7 @@ from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
 from dissociated.catalog.upstream import HEARTBEAT_INTERVAL
 from dissociated.control.access import Security
-from dissociated.control.catalog_uri import UNIX_SCHEME, is_unix, is_usable, unix_uri
+from dissociated.control.catalog_uri import UNIX_SCHEME, is_unix, is_usable, socket_path, unix_uri
 from dissociated.monitoring.status import ConsumerStatus
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress
 from dissociated.server.options import ServerOptions
@@ -38,6 +38,7 @@ _MEMFD_SOCKET = "memfd.sock"
 _FLIGHT_SOCKET = "flight.sock"
 _STAGE_GRACE = 2.0  # seconds between the answer to a writer and its first file
 _PATH_MAX = 107  # bytes in the path of a Unix socket
+_STATE_FIELD, _CONNECTED = 5, b"03"  # of a socket in /proc/net/unix
 
 
 class Node(ProcessBound):
@@ -157,14 +158,30 @@ class Node(ProcessBound):
 
     @property
     def idle(self) -> bool:
-        """Whether no client is connected and no segment waits for its commit."""
-        return not self.server.connections and not any(self.store.staging.iterdir())
+        """Whether no client receives data and no segment waits for its commit."""
+        return not self.server.connections and not self.store.staged_names()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a writer may be about to stage a segment."""
+        return time.monotonic() - self.service.catalog.stage_asked_at < _STAGE_GRACE
 
     @property
     def empty(self) -> bool:
         """Whether the store has no version, and no writer is about to stage a segment."""
-        is_awaited = time.monotonic() - self.service.catalog.stage_asked_at < _STAGE_GRACE
-        return not is_awaited and not self.store.versions()
+        return not self.is_awaited and not self.store.versions()
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether a client is connected to the catalog of this node. It is known for a catalog at a Unix socket only.
+
+        The kernel lists the connections, with the path of the socket that has accepted them. gRPC does not.
+        """
+        if not is_unix(self.uri):
+            return False
+        path = os.fsencode(socket_path(self.uri))
+        connections = (line.split(maxsplit=7) for line in Path("/proc/net/unix").read_bytes().splitlines())
+        return any(fields[_STATE_FIELD] == _CONNECTED and fields[7:] == [path] for fields in connections)
 
     def retire(self) -> None:
         """Let the catalog of this node forget the node when it is closed, since it holds nothing."""

@@ -172,9 +172,17 @@ def _commit_key(segment_name: str) -> str:
 
 
 def _allocate(descriptor: int, size: int) -> bool:
-    """Allocate the blocks of a file up to `size` bytes. Return False if the file system is full."""
+    """Allocate the blocks of a file, opened for writing only, up to `size` bytes. Return False if the disk is full."""
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            # The file system cannot allocate, so glibc writes a zero into each new block. It would read the others.
+            end = os.fstat(descriptor).st_size
+            if end < size:
+                os.posix_fallocate(descriptor, end, size - end)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return False

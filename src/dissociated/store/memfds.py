@@ -2,7 +2,8 @@
 
 `Memfds` has the methods of `Directory`, for versions in memory alone. A removed memfd is kept as long as another
 process has it open or mapped, which the kernel tells, as for files. The kernel does not tell whether the process that
-created a memfd still holds its writable descriptor.
+created a memfd still holds its writable descriptor, and it tells nothing about a memfd that root has handed over to
+another user's node. Such a memfd counts as unused.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Memfd:
     device: int
     inode: int
     size: int
+    #: Whether the kernel tells if other processes use it. Unless privileged, only the owner of the memfd is told.
+    can_tell: bool
 
     @property
     def file(self) -> tuple[int, int]:
@@ -69,7 +72,8 @@ class Memfds:
         if memfd is not None:
             return memfd  # with a second descriptor of this process, the memfd would count as used
         # Holes count, too: reading them allocates memory.
-        return Memfd(reopen_read_only(descriptor), status.st_dev, status.st_ino, pages(status.st_size))
+        can_tell = self._can_tell and status.st_uid == os.geteuid()
+        return Memfd(reopen_read_only(descriptor), status.st_dev, status.st_ino, pages(status.st_size), can_tell)
 
     def discard(self, memfd: Memfd) -> None:
         """Close a memfd that was opened and is not staged after all."""
@@ -87,6 +91,10 @@ class Memfds:
         """Return the path of the staged memfd `name`, or None."""
         entry = self._staged.get(name)
         return None if entry is None else entry[0].path
+
+    def staged_names(self) -> list[str]:
+        """Return the names of the staged memfds."""
+        return [*self._staged]
 
     def unstage(self, name: str) -> None:
         """Release the staged memfd `name`, if there is one."""
@@ -164,7 +172,7 @@ class Memfds:
         return sum(staged.values()), sum(removed.values())
 
     def _is_used(self, memfd: Memfd) -> bool:
-        return self._can_tell and not is_unused(memfd.descriptor)
+        return memfd.can_tell and not is_unused(memfd.descriptor)
 
     def _keep(self, memfd: Memfd) -> None:
         if memfd not in self._uses:

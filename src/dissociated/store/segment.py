@@ -7,6 +7,7 @@ and any Arrow tool can read the same file. Tensors have their own kind of segmen
 from __future__ import annotations
 
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,13 @@ from dissociated.base.buffers import Buffer, metadata_too_long
 from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
 from dissociated.codec.columns import pick, select_fields
-from dissociated.codec.filter.statistics import MAX_STATISTICS, Statistics, StatisticsCollector, read_statistics
+from dissociated.codec.filter.statistics import (
+    MAX_STATISTICS,
+    Statistics,
+    StatisticsCollector,
+    is_statistics,
+    read_statistics,
+)
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.reader import StreamReader, arrow_errors, read_schema
@@ -31,8 +38,8 @@ from dissociated.codec.sink import DescriptorSink, Sink
 from dissociated.codec.split import BatchAndMetadata, Metadata, SplitMessage, Splitter, batches
 from dissociated.codec.validation import OnceValidator
 from dissociated.codec.writer import EncapsulatedWriter
-from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
-from dissociated.format.encapsulated import Encapsulated, encapsulate, end_of_stream
+from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
+from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, encapsulate, end_of_stream
 from dissociated.format.index import Index
 from dissociated.format.message import HeaderType, buffer_extents, row_count_at
 from dissociated.format.projection import ProjectedMessage, Projection
@@ -339,6 +346,18 @@ class Segment:
     def wait(self, until: int) -> None:
         """Return at once, since all of the segment is written. See `SharedSegment.wait`."""
 
+    def check_whole(self) -> None:
+        """Raise StoreError unless this is one IPC stream or file that its writer has ended. It reads no message."""
+        if not self.index.is_ended:
+            raise StoreError(
+                f"{self.name} has no end-of-stream marker, so it may be incomplete: close its writer before the commit"
+            )
+        if not is_alone(self.index):
+            raise StoreError(
+                f"{self.name} has data after its end, where Arrow readers stop: write each stream or file into a "
+                "segment of its own"
+            )
+
     def check_metadata(self, limit: int) -> None:
         """Raise StoreError if the metadata of a message has more than `limit` bytes."""
         why = metadata_too_long(self.name, int(self.index.metadata_lengths.max()) - _PREFIX_SIZE, limit)
@@ -354,6 +373,13 @@ class Segment:
         start = self.region.base + message.body_at
         offsets, lengths = buffer_extents(message.header, message.parsed)
         return [(start + offset, length) for offset, length in zip(offsets, lengths, strict=True)]
+
+
+def is_alone(index: Index) -> bool:
+    """Return whether nothing but statistics follows an Arrow IPC stream or file: no reader would read other data."""
+    if index.is_file:  # the end of a file, and the beginning of the next
+        return not re.search(FILE_MAGIC * 2, index.trailing_bytes)
+    return not len(index.trailing_bytes) or is_statistics(index.trailing_bytes)
 
 
 class SegmentWriter(EncapsulatedWriter):
@@ -400,14 +426,19 @@ class SegmentWriter(EncapsulatedWriter):
         self._statistics.add(batch)
 
     def _end(self) -> None:
-        # Statistics are optional. There may be no room for them, or they may be impossible to compute.
-        with suppress(StoreFull, pa.ArrowException):
+        if self._write_statistics():
+            self._sink.close()
+        else:
+            super()._end()
+
+    def _write_statistics(self) -> bool:
+        """Write the end of the stream with statistics. Return False if they are unknown, or cannot be written."""
+        with suppress(StoreError, pa.ArrowException):  # They are optional. Without them, the segment may still fit.
             statistics = self._statistics.statistics()
             if statistics is not None:
                 self._write([end_of_stream(), statistics.encode()])
-                self._sink.close()
-                return
-        super()._end()
+                return True
+        return False
 
 
 class SharedSegmentWriter(SegmentWriter):

@@ -60,14 +60,15 @@ class SegmentFiles:
     """
 
     def __init__(self) -> None:
-        self._open: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
+        self._open: weakref.WeakValueDictionary[tuple[int, ...], Segment] = weakref.WeakValueDictionary()
 
     def open(self, path: Path) -> Segment:
         """Open the segment at `path`, or return it if it is open already. Raises StoreError."""
         handed_over = path.parent == FD  # the path is a link to a memfd, made by the kernel
         with store_errors(f"opening {path}"):
             status = path.stat() if handed_over else path.lstat()
-        file = status.st_dev, status.st_ino
+        # A staged file may have been refused before its writer had finished.
+        file = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         segment = self._open.get(file)
         if segment is None:
             self._open[file] = segment = Segment.open(path, follow=handed_over)

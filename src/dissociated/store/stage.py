@@ -157,11 +157,12 @@ class Stage(ProcessBound):
     def take(self, names: list[str], max_metadata: int = MAX_METADATA) -> list[Segment]:
         """Open finished segments and unlink their files. If one cannot be served, no file is unlinked.
 
-        Raises StoreError if a file is no segment, or its metadata has more than `max_metadata` bytes.
+        Raises StoreError if a file is no whole segment, or its metadata has more than `max_metadata` bytes.
         """
         paths = [self.path(name) for name in names]
         segments = [Segment.open(path, follow=False) for path in paths]
         for segment in segments:
+            segment.check_whole()
             segment.check_metadata(max_metadata)
         for path in paths:
             path.unlink(missing_ok=True)

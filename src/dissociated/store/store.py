@@ -271,7 +271,7 @@ class Store(ProcessBound):
             The name of the segment.
 
         Raises:
-            StoreError: The memfd is not sealed, holds no Arrow IPC stream or file, or there is no room.
+            StoreError: The memfd is not sealed, does not hold one whole Arrow IPC stream or file, or there is no room.
         """
         description = "the memory that was handed over"
         with self._locked, store_errors(description):
@@ -282,7 +282,7 @@ class Store(ProcessBound):
                     "and growing"
                 )
             try:
-                Segment.open(memfd.path, description)
+                Segment.open(memfd.path, description).check_whole()
                 self._quota.admit(description, memfd.size, 0 if self._memfds.counts(memfd) else memfd.size)
                 return self._memfds.stage(memfd)
             except BaseException:
@@ -374,6 +374,7 @@ class Store(ProcessBound):
                 before = (commit.key, *before)
             segments = [self._files.open(path) for path in paths]
             for segment in segments:
+                segment.check_whole()
                 segment.check_metadata(max_metadata)
             _check_one_schema(commit.name, segments)
             serial = self.next_serial()
@@ -462,9 +463,11 @@ class Store(ProcessBound):
     # Removing
 
     def staged_names(self) -> list[str]:
-        """Return the names of the segments in the staging directory, finished and unfinished ones."""
+        """Return the names of the segments that are not committed yet: files, finished and unfinished, and memfds."""
+        with self._locked:
+            memfds = self._memfds.staged_names()
         with os.scandir(self._directory.staging) as entries:
-            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+            return [*memfds, *(entry.name for entry in entries if entry.is_file(follow_symlinks=False))]
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove segments from the staging directory. Missing ones are ignored. Raises StoreError."""

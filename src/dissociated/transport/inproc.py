@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ _MAX_IN_FLIGHT = 1 << 26  # bytes, in one direction
 
 _listeners: dict[str, _InprocListener] = {}
 _lock = threading.Lock()
+# A child would lack the thread that holds the lock.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class InprocConnection(Connection):
