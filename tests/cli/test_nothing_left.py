@@ -318,7 +318,7 @@ def test_a_node_that_somebody_else_uses_meanwhile_stays(tmp_path: Path) -> None:
         assert not stop.wait(0)
 
 
-def test_a_node_that_another_client_has_found_stays_until_that_client_is_closed(
+def test_a_node_that_another_client_has_called_stays_until_that_client_is_closed(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DISSOCIATED_STORE", str(memory / "store"))
@@ -339,7 +339,8 @@ def test_a_node_that_another_client_has_found_stays_until_that_client_is_closed(
             return super().wait(0)
 
     with closing(Checks()) as stop, Node(Store(memory / "store"), []) as node:
-        client = dis.connect()  # no call follows yet
+        client = dis.connect()
+        client.list()
         stop_with_starter(starter, node, [], stop)
         assert checked >= 10
         assert stop.wait(0)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.client.client import Client
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT
 from dissociated.control.catalog_uri import CATALOG_VARIABLE, ROOTS_VARIABLE, TOKEN_VARIABLE
-from dissociated.errors import DissociatedError
 from dissociated.node.launch import default_store, ensure, running
 
 #: The write ends of pipes to nodes that this process started. They stay open until this process ends, because an unused
@@ -29,12 +27,12 @@ def connect(
     trusted_files: bool = False,
     max_parallel: int = MAX_PARALLEL,
 ) -> Client:
-    """Return a client of the catalog at `catalog_uri`. The first call opens the connection, or `connect` without a URI.
+    """Return a client of the catalog at `catalog_uri`. The first call of the client opens the connection.
 
     Without a URI, this is the catalog in the environment variable DISSOCIATED_CATALOG, or else the catalog of this
     user's node on this host. The node is started if it is not running. `dissociated status` and `dissociated stop` find
     the same node. A node that was started ends with this process, unless something was published at it, or another
-    client is connected to it.
+    client has called it.
 
     Args:
         catalog_uri: grpc://HOST:PORT, grpc+tls://HOST:PORT for TLS, or grpc+unix:///DIR/FILE.sock; or None.
@@ -66,7 +64,6 @@ def connect(
             table = client.read("flights").read_all()
         ```
     """
-    is_local = False
     if catalog_uri is None:
         catalog_uri = os.environ.get(CATALOG_VARIABLE)
         if catalog_uri:
@@ -75,12 +72,7 @@ def connect(
             tls_roots = tls_roots or os.environ.get(ROOTS_VARIABLE) or None
         else:
             catalog_uri = local_catalog()
-            is_local = True
-    client = Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata, trusted_files, max_parallel)
-    if is_local:
-        with suppress(DissociatedError):  # The first call of the caller raises it again.
-            client.stage()  # A connection keeps the node, whose starter may end before the first call.
-    return client
+    return Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata, trusted_files, max_parallel)
 
 
 def local_catalog() -> str:
