@@ -182,7 +182,7 @@ def test_a_file_of_somebody_else_stays_as_it_is(memory: Path) -> None:
 def test_a_database_of_another_schema_is_refused_and_stays_as_it_is(memory: Path) -> None:
     path = memory / "catalog.db"
     fill(path)
-    for number in (3, 5):
+    for number in (4, 6):
         with closing(sqlite3.connect(path)) as connection:
             connection.execute(f"PRAGMA user_version = {number}")
         before = path.read_bytes()

@@ -332,8 +332,14 @@ def test_parts_prepared_for_a_commit_that_never_came_are_released_after_a_while(
     clock.now += PREPARE_TIMEOUT + 1
     assert database.unreferenced_parts("a", mine) == ["1"]
     # Its node may have removed the part by now.
-    with pytest.raises(CatalogError, match="was aborted: write its segments again"):
+    with pytest.raises(CatalogError, match=r"the commit of 'd' came too late: .*; write them again"):
         database.publish(Commit("d", key="key 1"), SCHEMA, [mine[0].part])
+    # The node has not heard of that yet, and prepares the part once more.
+    mine = [replace(mine[0], created=clock.now, number=2)]
+    assert database.unreferenced_parts("a", mine) == ["1"]
+    later = announced("2", "d", 3, prepared=True, created=clock.now)
+    database.publish(Commit("d", key=mine[0].key), SCHEMA, [later.part])
+    assert tickets(database, "d") == [b"ticket 2"]
     assert database.unreferenced_parts("a", mine) == ["1"]
 
 
@@ -384,6 +390,44 @@ def test_commits_are_over_when_they_were_done_or_aborted_for_as_long_as_is_remem
     clock.now += 31 * 86_400
     database.publish(Commit("d", key="another"), SCHEMA, [part("2")])
     assert database.resolved_commits(["done", "aborted", "another"]) == ["another"]
+
+
+def test_a_version_of_a_node_whose_clock_is_ahead_ends_the_time_of_no_key(database: Database, clock: Clock) -> None:
+    database.publish(Commit("d", key="done"), SCHEMA, [part("1")])
+    database.abort("aborted")
+    database.register(B, [announced("2", "e", created=clock.now + 40 * 86_400, node="b")], "", FOREVER, serial=9)
+    assert database.resolved_commits(["done", "aborted", "key 2"]) == ["done", "aborted", "key 2"]
+    clock.now += 31 * 86_400
+    database.publish(Commit("d", key="another"), SCHEMA, [part("3")])
+    assert database.resolved_commits(["done", "aborted", "key 2"]) == []
+
+
+def test_a_key_belongs_to_one_dataset(database: Database) -> None:
+    number = database.publish(Commit("d", key="k"), SCHEMA, [part("1")])
+    for mode in ("append", "overwrite"):
+        with pytest.raises(CatalogError, match="nothing was committed to 'e': its key 'k' is that of a commit of 'd'"):
+            database.publish(Commit("e", key="k", mode=mode), SCHEMA, [part("2")])
+    assert database.publish(Commit("d", key="k"), SCHEMA, [part("2")]) == number
+    # A node that had another catalog before used the key for another dataset.
+    other = replace(announced("3", "e", node="b"), key="k")
+    database.register(B, [other], "", FOREVER, serial=9)
+    assert database.unreferenced_parts("b", [other]) == []
+    assert [(found.name, found.parts[0].id) for found in database.datasets()] == [("d", "1"), ("e", "3")]
+
+
+def test_a_part_is_committed_once_although_its_key_is_forgotten(database: Database, clock: Clock) -> None:
+    commit = Commit("d", key="k", mode="append")
+    database.publish(commit, SCHEMA, [part("1")])
+    database.publish(Commit("e", key="e"), SCHEMA, [part("2")])
+    database.drop("e")  # Its node is told to delete the part.
+    clock.now += 31 * 86_400
+    database.publish(Commit("other", key="another"), SCHEMA, [part("3")])
+    for repeated, parts in ((commit, [part("1")]), (Commit("e", key="e"), [part("2")])):
+        with pytest.raises(CatalogError, match=r"the segments were committed before, .*; write them again"):
+            database.publish(repeated, SCHEMA, parts)
+    assert (tickets(database, "d"), database.unreferenced_parts("a")) == ([b"ticket 1"], ["2"])
+    database.publish(commit, SCHEMA, [part("4")])
+    assert tickets(database, "d") == [b"ticket 1", b"ticket 4"]
 
 
 def test_a_part_prepared_for_an_aborted_commit_is_released_at_once(database: Database, clock: Clock) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,9 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, Rea
 from pyspark.sql.types import LongType, StructField, StructType
 
 import dissociated as dis
+from dissociated.catalog.database import PREPARE_TIMEOUT, Database
+from dissociated.catalog.service import CatalogService
+from dissociated.control.commit import Commit
 from dissociated.errors import CatalogError, OptionError
 from dissociated.node.node import Node
 from dissociated.spark.catalog_config import CatalogConfig
@@ -24,6 +29,7 @@ from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from dissociated.uri import Uri
 from support.helpers import connections_left, wait_until
+from support.injection import clock_step
 from support.processes import HEARTBEAT, Process, Start, free_port
 
 if TYPE_CHECKING:
@@ -215,6 +221,35 @@ def test_a_commit_that_is_refused_leaves_nothing_and_can_be_made_good(
         client.drop("out")
     run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check")
     assert numbers(node.uri, "out") == [*range(10)]
+
+
+def test_a_batch_whose_commit_failed_is_committed_when_the_query_starts_again_later(
+    spark: SparkSession, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node has given up the part of the first attempt. The key of the batch is the same each time."""
+    publish = Database.publish
+
+    def refuse(self: Database, commit: Commit, *arguments: Any, **options: Any) -> int:
+        if commit.name == "out":
+            raise CatalogError("the disk is full")
+        return publish(self, commit, *arguments, **options)
+
+    database = Database(clock=lambda: time.time())  # `clock_step` steps it
+    with (
+        closing(CatalogService("grpc://127.0.0.1:0", database=database)) as catalog,
+        Node(Store(memory / "store"), ["shm:"], catalog=catalog.uri, heartbeat_interval=600.0) as node,
+    ):
+        put(catalog.uri, "in", range(3))
+        df = stream(spark, catalog.uri, "in")
+        monkeypatch.setattr(Database, "publish", refuse)
+        with pytest.raises(StreamingQueryException, match="the disk is full"):
+            run(df, catalog.uri, "out", tmp_path / "check")
+        monkeypatch.undo()
+        with clock_step(PREPARE_TIMEOUT + 1):
+            node.service.catalog.reconcile()
+            assert node.store.prepared() == []
+        assert run(df, catalog.uri, "out", tmp_path / "check") == [3]
+        assert numbers(catalog.uri, "out") == [0, 1, 2]
 
 
 # Single calls of the source

@@ -139,10 +139,55 @@ def test_what_was_prepared_gives_way_to_another_attempt_with_the_same_key(memory
         second = store.commit(commit_of("some", [write(store, "b", 2)], key="k"), prepared=True)
         assert (store.versions(), gone) == ([second], [first])
         assert numbers(store, second) == [2]
-        store.confirm(second, whole=True)
-        published = store.commit(commit_of("some", [write(store, "c", 3)], key="k"), prepared=True)
-        assert numbers(store, published) == [2]
+        again = store.commit(commit_of("some", [write(store, "b", 4)], key="k"), prepared=True)  # under the same name
+        assert (store.versions(), gone) == ([again], [first, second])
+        assert numbers(store, again) == [4]
         assert os.listdir(store.staging) == []
+
+
+def test_what_was_published_with_a_key_stays_and_stands_for_no_other_segments(memory: Path) -> None:
+    with Store(memory) as store:
+        published = store.commit(commit_of("some", [write(store, "a", 1)], key="k", number=1), prepared=True)
+        store.confirm(published, whole=True)
+        repeated = store.commit(commit_of("some", ["a"], key="k", number=2), prepared=True)
+        assert (repeated.id, repeated.number, repeated.created) == (published.id, 2, published.created)
+        for name, segment, expected in (
+            ("some", "b", "the store has published a version with the key 'k', which the catalog does not know; write"),
+            ("some", "a", "the store has published a version with the key 'k', which the catalog does not know; write"),
+            ("other", "b", "its key 'k' is that of a commit of 'some'; use another key"),
+        ):
+            write(store, segment, 2)
+            for pending in (True, False):
+                again = commit_of(name, [segment], key="k", number=3)
+                with pytest.raises(StoreError, match=f"nothing was committed to '{name}': {expected}"):
+                    store.commit(again, prepared=not pending, pending=pending)
+            assert os.listdir(store.staging) == [segment]
+            store.discard([segment])
+        assert [(version.id, numbers(store, version)) for version in store.versions()] == [(published.id, [1])]
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_the_key_of_another_dataset_is_not_taken_over(memory: Path, is_prepared: bool) -> None:
+    """A delayed call of the other commit would remove what was prepared for this one."""
+    with Store(memory) as store:
+        first = store.commit(commit_of("some", [write(store, "a", 1)], key="k", number=7), prepared=is_prepared)
+        with pytest.raises(StoreError, match="its key 'k' is that of a commit of 'some'"):
+            store.commit(commit_of("other", [write(store, "b", 2)], key="k", number=3), prepared=True)
+        assert (store.versions(), os.listdir(store.staging)) == ([first], ["b"])
+
+
+def test_a_part_of_a_lost_version_stays_beside_a_new_one_with_its_key(memory: Path) -> None:
+    """Only its catalog knows whether the version is lost. The last version with the key is that of the commit."""
+    with Store(memory) as store:
+        lost = store.commit(commit_of("some", [write(store, "a", 1)], key="k", number=1), prepared=True)
+        store.confirm(lost, whole=False)
+        commit = commit_of("some", [write(store, "b", 2)], key="k", number=2)
+        part = store.commit(commit, prepared=True)
+        store.confirm(lost, whole=False)
+        assert store.commit(replace(commit, number=3), prepared=True).id == part.id
+    with Store(memory) as store:
+        assert store.commit(replace(commit, number=4), prepared=True).id == part.id
+        assert [numbers(store, version) for version in store.versions()] == [[1], [2]]
 
 
 def test_an_attempt_that_comes_too_late_leaves_the_later_one_alone(memory: Path) -> None:

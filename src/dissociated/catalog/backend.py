@@ -23,6 +23,7 @@ from dissociated.datasets.base import Dataset
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import CatalogError, StoreError
 from dissociated.store.directory import SetAside
+from dissociated.store.keys import CommitKey
 from dissociated.store.numbers import Removal
 from dissociated.store.places import Usage
 from dissociated.store.segment import Segment, SegmentWriter
@@ -81,6 +82,11 @@ class NoStore:
         return None
 
     def use_number(self, name: str, number: int) -> None: ...
+
+    def commit_keys(self) -> Sequence[CommitKey]:
+        return ()
+
+    def record_keys(self, keys: Sequence[CommitKey]) -> None: ...
 
     @property
     def directory(self) -> Path | None:

@@ -166,7 +166,7 @@ class Catalog(ABC):
         """Publish segments, which may be on several nodes, as one dataset, all of them or none.
 
         Raises:
-            CatalogError: The commit was aborted, or the schemas differ.
+            CatalogError: The commit was aborted, its key is that of another dataset, or the schemas differ.
             DissociatedError: A node failed, with the error of that node.
         """
 

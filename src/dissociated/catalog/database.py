@@ -21,6 +21,7 @@ from dissociated.control.commit import Commit
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.monitoring.changes import Change
+from dissociated.store.keys import CommitKey
 from dissociated.store.numbers import Removal
 
 #: The number of seconds after which a prepared part is released if its commit never came.
@@ -173,8 +174,7 @@ class Database:
         """Return whether the catalog knows a version, which it may have dropped or replaced since."""
         if self._tables.all("SELECT 1 FROM parts WHERE id = ?", version.id):
             return True
-        committed = self._tables.all("SELECT 1 FROM commits WHERE key = ?", version.key)
-        return bool(committed) and not versions.is_missing(version)
+        return versions.keys.is_committed(version) and not versions.is_missing(version)
 
     def touch_node(
         self,
@@ -287,11 +287,11 @@ class Database:
             for version in announced:
                 if self._tables.all("SELECT 1 FROM parts WHERE id = ?", version.id):
                     continue
-                is_overdue = version.prepared and version.created + PREPARE_TIMEOUT < versions.now
-                if is_overdue and not versions.is_resolved(version.key):
-                    versions.abort(version.key)  # If the commit still comes, it must fail, since its part is deleted.
+                if version.prepared and version.created + PREPARE_TIMEOUT < versions.now:
+                    versions.keys.abandon(version.id)
+                is_resolved = versions.keys.is_committed(version) or versions.keys.is_aborted(version.key)
                 may_return = not version.prepared and versions.is_missing(version)
-                if versions.is_resolved(version.key) and not may_return:
+                if versions.keys.is_abandoned(version.id) or (is_resolved and not may_return):
                     unreferenced.add(version.id)
             return sorted(unreferenced)
 
@@ -347,15 +347,15 @@ class Database:
             The number of the version.
 
         Raises:
-            CatalogError: A part is on an unknown node, the schema differs from that of the version to append to, that
-                version was lost or overtaken, or the commit was aborted.
+            CatalogError: A part is on an unknown node, is abandoned or belongs to another version, the schema differs
+                from that of the version to append to, that version was lost or overtaken, the commit was aborted, or
+                its key is that of another dataset.
         """
         with self._transaction() as versions:
-            committed = self._tables.all("SELECT version FROM commits WHERE key = ?", commit.key)
-            if committed:
-                return int(committed[0]["version"])
-            if versions.is_resolved(commit.key):
-                raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
+            committed = versions.keys.find_commit(commit.name, commit.key)
+            if committed is not None:
+                return committed
+            versions.keys.check_new_parts(commit.name, parts)
             if commit.append and not before:  # The version may have been lost since the number was assigned.
                 versions.check_not_lost(commit.name)
             if before and before[0] != commit.key and versions.is_overtaken(commit.name):
@@ -396,7 +396,7 @@ class Database:
         The version keeps its number.
         """
         with self._transaction() as versions:
-            if not self._is_known(versions, announced) and not versions.is_resolved(announced.key):
+            if not self._is_known(versions, announced) and not versions.keys.is_aborted(announced.key):
                 versions.learn(announced)
             versions.find_number(announced.name, announced.number)
 
@@ -412,22 +412,37 @@ class Database:
             rows = self._tables.all(sql, part)
             return int(rows[0]["number"]) if rows else None
 
+    def find_commit(self, name: str, key: str) -> int | None:
+        """Return the number of the version of `name` that was committed with this key, even if it is gone, or None.
+
+        Raises:
+            CatalogError: The commit was aborted, or another dataset was committed with this key.
+        """
+        with self._reading() as versions:
+            return versions.keys.find_commit(name, key)
+
     def committed(self, key: str) -> int | None:
-        """Return the number of the version committed with this key, even if that version is gone, or None."""
+        """Return the number of the version committed with this key, of any dataset, even if it is gone, or None."""
         with self._reading():
             rows = self._tables.all("SELECT version FROM commits WHERE key = ?", key)
             return int(rows[0]["version"]) if rows else None
 
+    def remember(self, keys: Iterable[CommitKey]) -> None:
+        """Record keys that were used before there was this database. Known keys stay."""
+        with self._transaction() as versions:
+            for key in keys:
+                versions.keys.remember(key)
+
     def abort(self, key: str) -> None:
         """Forbid a commit with this key, unless one was made."""
         with self._transaction() as versions:
-            if not versions.is_resolved(key):
-                versions.abort(key)
+            if not versions.keys.is_resolved(key):
+                versions.keys.abort(key)
 
     def resolved_commits(self, keys: Sequence[str]) -> list[str]:
         """Return the members of `keys` whose commits were made or aborted."""
         with self._reading() as versions:
-            return [key for key in keys if versions.is_resolved(key)]
+            return [key for key in keys if versions.keys.is_resolved(key)]
 
     def drop(self, name: str) -> None:
         """Remove all versions of the dataset `name`. Raise DatasetNotFound if it does not exist."""

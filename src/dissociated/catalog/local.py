@@ -36,6 +36,7 @@ from dissociated.datasets.base import Dataset
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
+from dissociated.store.keys import CommitKey
 from dissociated.store.numbers import Removal
 
 _log = logging.getLogger(__name__)
@@ -261,6 +262,8 @@ class LocalCatalog(Catalog):
     def abort(self, key: str) -> None:
         with self._locks.of_key(key):
             self._database.abort(key)
+            if not self.committed(key):
+                self._record_keys(CommitKey(key, time.time()))
         self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([key]))
 
     def committed(self, key: str) -> bool:
@@ -273,12 +276,10 @@ class LocalCatalog(Catalog):
         commit = self._resolved(commit)
         # Other nodes may take long to prepare their parts. Meanwhile, only these two locks are held.
         with self._locks.of_key(commit.key), self._locks.of_name(commit.name):
-            if self._database.committed(commit.key) is not None:
+            if self._database.find_commit(commit.name, commit.key) is not None:
                 own = commit.by_node().get(self.node.id)
                 self._clean_up(lambda: None if own is None else self.discard(own.segment_names))
                 return
-            if self._database.resolved_commits([commit.key]):
-                raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
             if commit.exists is not None:
                 self._check_exists(commit.name, commit.exists)
             current = self._find_current(commit.name) if commit.append else None
@@ -367,7 +368,14 @@ class LocalCatalog(Catalog):
                 self._backend.refuse(prepared.id)
             raise
         if stored is not None:
+            key = CommitKey(commit.key, stored.created, commit.name)
+            self._clean_up(lambda: self._record_keys(key))
             self._backend.store.record_published(stored)
+
+    def _record_keys(self, *keys: CommitKey) -> None:
+        """Record keys in the store, unless the database outlives this process. Raises StoreError."""
+        if not self._database.is_durable:
+            self._backend.store.record_keys(keys)
 
     def _commit_distributed(self, commit: Commit, by_node: Mapping[str, Commit]) -> None:
         """Have each node prepare its part, and publish all parts in one transaction of the database."""
@@ -502,7 +510,21 @@ class LocalCatalog(Catalog):
         }
         super().start()
         self._latest.clear()
+        if not self._database.is_durable:
+            self._clean_up(self._record_keys_in_manifests)
+            self._database.remember(self._backend.store.commit_keys())
         self._clean_up(self._delete_unreferenced)
+
+    def _record_keys_in_manifests(self) -> None:
+        """Record the keys of published versions: a killed process may not have done so. Complete both directories."""
+        store = self._backend.store
+        held_keys = (
+            CommitKey(key, version.created, version.name)
+            for version in store.versions()
+            if version.whole and not version.prepared
+            for key in (*version.before, version.key)
+        )
+        self._record_keys(*store.commit_keys(), *held_keys)
 
     def _restore(self, version: Version, prepared: Prepared) -> None:
         if not version.whole or version.prepared:

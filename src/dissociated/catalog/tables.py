@@ -9,8 +9,10 @@ numbers        For each name, the last number assigned and the last number publi
 parts          The data that one node holds under one ticket. The node deletes parts that no version has. `set_aside`
                tells whether the node could not read the part at its start.
 version_parts  The parts of each version, in the order of their numbers. Parts with the same number are copies.
-commits        The key of every commit, so that a repeated commit has no effect.
+commits        The key of every commit and the name of its dataset, so that a repeated commit has no effect. `version`
+               is 0 if the store of this process has the key, and the database has never known the version.
 aborts         The key of every commit that must not be made any more.
+abandoned      The parts that waited too long for their commit. Their nodes delete them, so no version may get them.
 unused         The parts that no version has.
 unsettled      The parts that were the whole of a version and no longer are, until their nodes acknowledge that.
 """
@@ -36,7 +38,7 @@ from dissociated.errors import CatalogDamaged, CatalogError, NotPrivate
 
 _log = logging.getLogger(__name__)
 
-_SCHEMA_VERSION = 4
+_SCHEMA_VERSION = 5
 _MEMORY = ":memory:"
 _RECOGNIZED = 1 << 20  # the number of bytes of a damaged file that are searched for the name of a table
 _TABLES = """
@@ -77,11 +79,14 @@ CREATE TRIGGER lost AFTER DELETE ON parts BEGIN DELETE FROM unused WHERE part = 
 CREATE TRIGGER lost_unsettled AFTER DELETE ON parts
 BEGIN DELETE FROM unsettled WHERE part = OLD.id; END;
 CREATE TABLE commits (
-    key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL, crc INTEGER NOT NULL DEFAULT 0
+    key TEXT PRIMARY KEY, name TEXT NOT NULL, version INTEGER NOT NULL, at REAL NOT NULL,
+    crc INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE aborts (key TEXT PRIMARY KEY, at REAL NOT NULL, crc INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE abandoned (part TEXT PRIMARY KEY, at REAL NOT NULL, crc INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX commits_by_age ON commits (at);
 CREATE INDEX aborts_by_age ON aborts (at);
+CREATE INDEX abandoned_by_age ON abandoned (at);
 """
 #: The columns of each table whose checksum is in its column `crc`. The other tables consist of indexed columns only, so
 #: the integrity check of SQLite covers them.
@@ -104,8 +109,9 @@ _SEALED = {
     ),
     "numbers": ("name", "last", "published", "lost"),
     "parts": ("id", "node", "ticket", "rows", "nbytes", "serial", "set_aside"),
-    "commits": ("key", "version", "at"),
+    "commits": ("key", "name", "version", "at"),
     "aborts": ("key", "at"),
+    "abandoned": ("part", "at"),
 }
 
 

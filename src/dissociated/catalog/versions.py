@@ -10,6 +10,7 @@ from dataclasses import replace
 from enum import IntEnum, IntFlag
 from typing import Any
 
+from dissociated.catalog.commit_keys import CommitKeys
 from dissociated.catalog.tables import Tables
 from dissociated.codec.schemas import deserialize, schema_difference
 from dissociated.control.version import NodeRecord, Part, Version, sum_known
@@ -32,7 +33,6 @@ _UNEXPIRED = (
     " WHERE latest.name = versions.name AND latest.replaced IS NULL AND latest.expires <= :now)"
 )
 FOREVER = 1e18
-_COMMIT_KEY_TTL = 30 * 86_400.0  # seconds for which the key of a commit is kept
 _TTL_DIGITS = 6  # A time of this century has a resolution of 0.24 microseconds.
 
 
@@ -61,11 +61,13 @@ class Versions:
     Attributes:
         now: The time of the transaction, in seconds since the epoch.
         changes: The changes to datasets in this transaction.
+        keys: The keys of commits.
     """
 
     def __init__(self, tables: Tables, now: float) -> None:
         self.now = now
         self.changes: list[Change] = []
+        self.keys = CommitKeys(tables, now)
         self._tables = tables
 
     def available(self, condition: str, **values: object) -> list[sqlite3.Row]:
@@ -206,7 +208,8 @@ class Versions:
 
     def _is_missing_version(self, version: Version) -> bool:
         """Return whether a version with the number of the last one is that version, and is missing."""
-        committed = self._tables.all("SELECT 1 FROM commits WHERE key = ? AND version = ?", version.key, version.number)
+        sql = "SELECT 1 FROM commits WHERE key = ? AND name = ? AND version = ?"
+        committed = self._tables.all(sql, version.key, version.name, version.number)
         return self.is_missing(version) and (version.catalog == self._tables.id or bool(committed))
 
     def record_removed(self, name: str, removed: Removal) -> None:
@@ -335,11 +338,7 @@ class Versions:
         assert id is not None
         first = 0 if previous is None or replaced is None else self._copy_parts(replaced["id"], id)
         self._insert_parts(id, version.parts, first)
-        for key in (*version.before, version.key):
-            sql = "INSERT OR IGNORE INTO commits (key, version, at) VALUES (?, ?, ?)"
-            self._tables.run(sql, (key, version.number, created))
-        for table in ("commits", "aborts"):
-            self._tables.run(f"DELETE FROM {table} WHERE at < ?", (created - _COMMIT_KEY_TTL,))
+        self.keys.record(name, (*version.before, version.key), version.number)
         return id
 
     def _retire_tickets(self, parts: Sequence[Part]) -> None:
@@ -447,12 +446,3 @@ class Versions:
             for order in ("ASC", "DESC")
         )
         return bool(self._tables.run(f"SELECT {first} = {last}", {"v": version}).fetchone()[0])
-
-    def is_resolved(self, key: str) -> bool:
-        """Return whether a commit with this key was made or aborted."""
-        sql = "SELECT 1 FROM commits WHERE key = ? UNION SELECT 1 FROM aborts WHERE key = ?"
-        return bool(self._tables.all(sql, key, key))
-
-    def abort(self, key: str) -> None:
-        """Forbid any commit with this key."""
-        self._tables.run("INSERT INTO aborts (key, at) VALUES (?, ?)", (key, self.now))

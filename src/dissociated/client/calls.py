@@ -312,7 +312,10 @@ class CatalogClient:
         self.do_action("commit", commit.to_json())
 
     def committed(self, key: str) -> bool:
-        """Return whether a commit with this `key` was made. The catalog remembers keys for thirty days.
+        """Return whether a commit with this `key` was made, of any dataset.
+
+        The catalog remembers keys for thirty days. If it is a node, it remembers at least the last 50,000 of them after
+        a restart. A catalog of several nodes needs a database for that.
 
         Example:
             ```python

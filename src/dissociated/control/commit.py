@@ -58,9 +58,10 @@ class Commit:
         name: The name of the dataset.
         segments: The segments, in order.
         schema: The schema of all segments, and of the dataset if there is no segment; None as long as it is not known.
-        key: An identifier of the commit. A repeated commit has the key of the first, and changes nothing. If it is
-            empty, the catalog derives it from the names of the segments. Staged segments with the key before the last
-            "-" of their names belong to the commit; those that are not among `segments` are removed.
+        key: An identifier of the commit. A repeated commit has the key of the first, and changes nothing. A commit of
+            another dataset with the same key is refused. If the key is empty, the catalog derives it from the names of
+            the segments. Staged segments with the key before the last "-" of their names belong to the commit; those
+            that are not among `segments` are removed.
         mode: `overwrite` to replace the dataset, or `append` to add rows to it.
         exists: The condition of the commit: whether the dataset must exist, or must not exist; None for no condition.
         tags: The tags of the new version.

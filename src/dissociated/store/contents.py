@@ -44,8 +44,9 @@ class Contents(Generic[P]):
     def put(self, version: Version, place: P) -> None:
         """Add a version, which becomes the latest, or replace the record of a known version."""
         self._note(version.id)
+        if version.id not in self._versions:
+            self._keys[version.key] = version.id
         self._versions[version.id] = version, place
-        self._keys.setdefault(version.key, version.id)
         named = self._names.setdefault(version.name, {})
         named[version.id] = None
         if len(named) > 1:
@@ -90,7 +91,7 @@ class Contents(Generic[P]):
         return [id for id, _ in takewhile(lambda item: item[1] > since, reversed(self._changed.items()))]
 
     def by_key(self, key: str) -> Version | None:
-        """Return the version that was committed with this key, or None."""
+        """Return the last version that was committed with this key, or None if that version is gone."""
         id = self._keys.get(key)
         return None if id is None else self._versions[id][0]
 

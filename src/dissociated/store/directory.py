@@ -30,7 +30,9 @@ from dissociated.store.files import (
     sync,
     write_atomically,
 )
+from dissociated.store.keys import Keys
 from dissociated.store.layout import (
+    KEYS,
     NUMBERS,
     SEGMENTS,
     STAGING,
@@ -168,6 +170,8 @@ class Directory(ProcessBound):
             os.close(open_private_directory(name, within=self._lock, create=True))
         #: The records of datasets whose last version has left this directory.
         self.numbers = Numbers(self.path / NUMBERS)
+        #: The keys of the commits that a node without an upstream has made here.
+        self.keys = Keys(self.path / KEYS)
         probe = self.trash / "probe"
         os.close(open_private_file(probe, os.O_WRONLY | os.O_CREAT))
         descriptor = claim_unused(probe)

@@ -18,6 +18,8 @@ SEGMENTS = "segments"
 TRASH = "trash"
 #: The file of the version numbers of removed datasets: see `numbers.py`.
 NUMBERS = "numbers"
+#: The file of the keys of commits: see `keys.py`.
+KEYS = "keys"
 #: The file that names the spill directory while versions of the store lie there.
 SPILLED = "spilled"
 #: The file that a process locks while it starts a node.

@@ -87,8 +87,8 @@ def decode_manifest(manifest: bytes) -> Version:
         all(isinstance(text, str) and text.encode() is not None for text in texts)  # `encode` rejects lone surrogates
         and all(is_count(count) for count in counts)
         and all(isinstance(flag, bool) for flag in (version.prepared, version.whole))
-        and _is_seconds(version.created)
-        and (version.ttl is None or _is_seconds(version.ttl))
+        and is_seconds(version.created)
+        and (version.ttl is None or is_seconds(version.ttl))
         and isinstance(plain["before"], list)
     ):
         raise TypeError("a value of another type")
@@ -101,5 +101,6 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _is_seconds(value: object) -> bool:
+def is_seconds(value: object) -> bool:
+    """Return whether `value` is a time in seconds since the epoch."""
     return type(value) in (int, float) and 0 <= cast(float, value) <= _MAX_SECONDS

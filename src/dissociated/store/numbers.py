@@ -7,18 +7,11 @@ memory may be lost while the disk stays.
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dissociated.base.descriptors import owned
-from dissociated.memory.shared import write_parts
-from dissociated.store.files import sync, write_atomically
-
-_log = logging.getLogger(__name__)
+from dissociated.store.records import RecordFile
 
 #: The name of the record that stands for all datasets without a record: see `MAX_NAMES`.
 ANY_NAME = ""
@@ -60,28 +53,15 @@ class Numbers:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = RecordFile(path)
         self._records: dict[str, Removal] = {}
-        self._lines = 0
         #: The highest serial number of a recorded version (`Version.serial`).
         self.serial = 0
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            content = b""
-        self._whole = not content or content.endswith(b"\n")  # else the process was killed while it wrote the last line
-        for line in content.splitlines():
-            self._read(line)
+        self._file.read(self._parse)
 
-    def _read(self, line: bytes) -> None:
-        self._lines += 1
-        try:
-            plain = json.loads(line)
-            removed = Removal(int(plain["version"]), bool(plain["lost"]), int(plain["used"]))
-            self._merge(str(plain["name"]), removed, int(plain["serial"]))
-        except (ValueError, KeyError, TypeError):
-            self._whole = False
-            _log.warning("unreadable line left out: path=%s line=%d", self._path, self._lines)
+    def _parse(self, plain: Any) -> None:
+        removed = Removal(int(plain["version"]), bool(plain["lost"]), int(plain["used"]))
+        self._merge(str(plain["name"]), removed, int(plain["serial"]))
 
     def _merge(self, name: str, removed: Removal, serial: int) -> bool:
         """Merge a record into the known one. Return whether that changes it."""
@@ -96,11 +76,14 @@ class Numbers:
 
     def record(self, name: str, removed: Removal, serial: int) -> None:
         """Record a removed version, durably. A repeated call changes nothing. Raises OSError."""
-        if not self._merge(name, removed, serial) and self._whole:
+        if not self._merge(name, removed, serial) and self._file.whole:
             return
         if len(self._records) > MAX_NAMES:
             self._merge_oldest()
-        self._write(name)
+        if not self._file.whole or self._file.lines > 2 * len(self._records) + SPARE_LINES:
+            self._rewrite()
+        else:
+            self._file.append([self._plain(name, self._records[name])])
 
     def merge(self, other: Numbers) -> None:
         """Record all records of `other`, which are the later ones, durably. Raises OSError."""
@@ -115,28 +98,10 @@ class Numbers:
         names = [name for name in self._records if name != ANY_NAME][: MAX_NAMES // 2]
         highest = max(self._records.pop(name).used for name in (*names, ANY_NAME) if name in self._records)
         self._records[ANY_NAME] = Removal.of(highest, lost=False, published=False)
-        self._whole = False
-
-    def _write(self, name: str) -> None:
-        if not self._whole or self._lines > 2 * len(self._records) + SPARE_LINES:
-            self._rewrite()
-            return
-        self._whole = False  # until the whole line is written
-        new = not self._path.exists()
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        with owned(os.open(self._path, flags, 0o600)) as descriptor:
-            write_parts(descriptor, [self._line(name, self._records[name])])
-            os.fsync(descriptor)
-        if new:
-            sync(self._path.parent)
-        self._whole = True
-        self._lines += 1
+        self._file.whole = False
 
     def _rewrite(self) -> None:
-        self._whole = False
-        write_atomically(self._path, b"".join(self._line(*item) for item in self._records.items()))
-        sync(self._path.parent)
-        self._whole, self._lines = True, len(self._records)
+        self._file.rewrite([self._plain(*item) for item in self._records.items()])
 
-    def _line(self, name: str, removed: Removal) -> bytes:
-        return json.dumps({"name": name, **removed._asdict(), "serial": self.serial}).encode() + b"\n"
+    def _plain(self, name: str, removed: Removal) -> dict[str, object]:
+        return {"name": name, **removed._asdict(), "serial": self.serial}

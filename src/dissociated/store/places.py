@@ -21,6 +21,7 @@ from dissociated.store import trash
 from dissociated.store.contents import BlockCounter, Contents
 from dissociated.store.directory import Directory, SetAside, file_name, sizes
 from dissociated.store.files import copy_file, sync, write_atomically
+from dissociated.store.keys import CommitKey
 from dissociated.store.layout import SPILLED
 from dissociated.store.memfds import Memfds
 from dissociated.store.numbers import Removal
@@ -163,14 +164,14 @@ class Places:
 
     @contextmanager
     def _disk_may_be_full(self) -> Iterator[None]:
-        """Log an error of the second record of a number, which is on disk.
+        """Log an error of the second record of a number or key, which is on disk.
 
-        If it is out of date, the version counts as lost there, so that nothing can be appended to it.
+        If the number is out of date, the version counts as lost there, so that nothing can be appended to it.
         """
         try:
             yield
         except OSError as error:
-            _log.warning("a number has no second record on disk: error=%s", error)
+            _log.warning("a number or key has no second record on disk: error=%s", error)
 
     def find(self, version: Version) -> tuple[Version, Place]:
         """Return the current record of a version, and its place. Raises StoreError if the version is gone."""
@@ -279,6 +280,19 @@ class Places:
         if self.disk is not None:  # the memory may be lost while the disk stays
             with self._disk_may_be_full():
                 self.disk.numbers.record(name, removal, serial)
+
+    def commit_keys(self) -> Sequence[CommitKey]:
+        """Return the keys of the commits that were made here or aborted."""
+        records = chain.from_iterable(directory.keys.records() for directory in self._directories())
+        return [*{record.key: record for record in records}.values()]
+
+    def record_keys(self, keys: Sequence[CommitKey]) -> None:
+        """Record keys of commits, durably. Raises StoreError."""
+        with store_errors(f"recording the key of a commit in {self.directory.path}"):
+            self.directory.keys.record(keys)
+            if self.disk is not None:  # the memory may be lost while the disk stays
+                with self._disk_may_be_full():
+                    self.disk.keys.record(keys)
 
     def record_dropped(self, *versions: Version) -> None:
         """Record versions as dropped, durably, although they cannot be removed now. Raises StoreError.

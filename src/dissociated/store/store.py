@@ -3,6 +3,7 @@
     STORE/                      the directory, locked by its one owner
         id                      the id of the store
         numbers                 the last version number of each dataset, also of those that are no longer in the store
+        keys                    the keys of the commits that its node has made without an upstream
         spilled                 the id and the path of the spill directory, while versions of this store lie there
         staging/NAME.part       a segment that is being written, locked by its writer
         staging/NAME            a finished segment that is not committed yet
@@ -50,6 +51,7 @@ from dissociated.store.admission import Quota
 from dissociated.store.directory import Directory, SetAside
 from dissociated.store.eviction import Eviction, Policy
 from dissociated.store.files import PARTIAL_SUFFIX, Reserve
+from dissociated.store.keys import CommitKey
 from dissociated.store.memfds import Memfds
 from dissociated.store.numbers import Removal
 from dissociated.store.places import Places, Usage
@@ -176,7 +178,7 @@ class Store(ProcessBound):
             return self._contents.prepared()
 
     def by_key(self, key: str) -> Version | None:
-        """Return the version that was committed with this key, or None if it does not exist any more."""
+        """Return the last version that was committed with this key, or None if it does not exist any more."""
         with self._locked:
             return self._contents.by_key(key)
 
@@ -301,8 +303,9 @@ class Store(ProcessBound):
     ) -> Version:
         """Commit staged segments as a version, atomically and durably.
 
-        A repeated call with the same key returns the version of the first call. If that version is only prepared, and
-        has other segments or `pending` is set, it is removed and replaced: its writer has started again.
+        A repeated call with the same key and segments returns the version of the first call. If that version is only
+        prepared, and the call has other segments or `pending` is set, it is removed and replaced: its writer has
+        started again. A published version stays.
 
         Args:
             commit: The commit, with a key. Its segments are in the staging directory of this store. It needs a schema
@@ -319,33 +322,20 @@ class Store(ProcessBound):
             The version.
 
         Raises:
-            StoreError: The version cannot be committed, `base` is not the current version any more, or `pending` is set
-                and a version with this key is not prepared.
+            StoreError: The version cannot be committed, `base` is not the current version any more, or the store has a
+                version with this key that is of another dataset, of a later attempt, or whole and published.
         """
         with self._locked:
             names = commit.segment_names
             digest = _digest(names)
-            existing = self.by_key(commit.key)
-            if existing is not None and existing.number > commit.number > 0:
-                raise StoreError(
-                    f"this attempt to commit {commit.name!r} came too late: a later one with the same key has been "
-                    "prepared"
-                )
-            # A part of a distributed commit has no rows of earlier commits, in contrast to a pending append.
-            is_other = existing is not None and (existing.segments_digest != digest or bool(existing.before))
-            if existing is not None and existing.prepared and (pending or is_other):
-                self.eviction.evict(existing)
-                existing = None
-            if existing is not None:
-                if pending:
-                    raise StoreError(
-                        f"{commit.name!r} has a version of this commit, which the catalog does not know: write its "
-                        "segments again, and commit them with another key"
-                    )
+            repeated = self._find_repeated(commit, digest, pending)
+            if repeated is not None:
                 self._unstage_committed(names)
                 if commit.number:
-                    existing = self._update(existing, number=commit.number, catalog=commit.catalog)
-                return existing
+                    # The catalog abandons a version that has been prepared for long: this attempt begins now.
+                    created = time.time() if repeated.prepared else repeated.created
+                    repeated = self._update(repeated, number=commit.number, catalog=commit.catalog, created=created)
+                return repeated
             self._quota.check(commit.name)
             previous = self.current(commit.name) if commit.append else None
             if base is not None and (previous is None or previous.id != base):
@@ -401,6 +391,44 @@ class Store(ProcessBound):
             self._unstage_committed(names)
             return version
 
+    def _find_repeated(self, commit: Commit, digest: str, pending: bool) -> Version | None:
+        """Return the version of an earlier call with the same key, dataset and segments, or None.
+
+        A prepared version of another attempt is removed. Raises StoreError if the key is not free for this attempt.
+        """
+        existing = self.by_key(commit.key)
+        if existing is None:
+            return None
+        if existing.name != commit.name:
+            raise StoreError(
+                f"nothing was committed to {commit.name!r}: its key {commit.key!r} is that of a commit of "
+                f"{existing.name!r}; use another key"
+            )
+        if existing.number > commit.number > 0:
+            raise StoreError(
+                f"this attempt to commit {commit.name!r} came too late: a later one with the same key has been prepared"
+            )
+        # A part of a distributed commit has no rows of earlier commits, in contrast to a pending append.
+        is_same = not pending and existing.segments_digest == digest and not existing.before
+        if is_same and not self._are_written_again(commit.segment_names, existing):
+            return existing
+        if existing.prepared:
+            self.eviction.evict(existing)
+        elif existing.whole:
+            raise StoreError(
+                f"nothing was committed to {commit.name!r}: the store has published a version with the key "
+                f"{commit.key!r}, which the catalog does not know; write the segments again, and use another key"
+            )
+        # Else only a lost database, or one from which a backup was restored, knew the version of this part.
+        return None
+
+    def _are_written_again(self, names: Sequence[str], version: Version) -> bool:
+        """Return whether staged segments with these names are not those of a version, which had the same names."""
+        _, place = self._places.find(version)
+        committed = place.sizes(version)
+        paths = [self._memfds.staged_path(name) or self._directory.staged_path(name) for name in names]
+        return any(path.exists() and path.stat().st_ino not in committed for path in paths)
+
     def _unstage_committed(self, names: Sequence[str]) -> None:
         """Remove committed segments from the staging directory. Errors are logged only: the commit has succeeded."""
         try:
@@ -434,6 +462,16 @@ class Store(ProcessBound):
         """Record durably that a version of `name` gets this number, which is not in the store. Raises StoreError."""
         with self._locked:
             self._places.use_number(name, number)
+
+    def commit_keys(self) -> Sequence[CommitKey]:
+        """Return the keys that were recorded with `record_keys` and are not too old."""
+        with self._locked:
+            return self._places.commit_keys()
+
+    def record_keys(self, keys: Sequence[CommitKey]) -> None:
+        """Record durably that commits with these keys were made or aborted. Known keys stay. Raises StoreError."""
+        with self._locked:
+            self._places.record_keys(keys)
 
     def withhold(self, version: Version) -> None:
         """Record durably that a version was not published, because it cannot be removed now. Raises StoreError."""
