@@ -629,6 +629,47 @@ def test_a_catalog_from_a_backup_whose_nodes_are_all_present_uses_no_number_agai
     assert latest[2] == [later[2][-1] if mode == "overwrite" else 1, 3]
 
 
+@pytest.mark.parametrize("writer", ["a", "catalog"])
+def test_an_append_keeps_a_version_that_a_node_reports_during_the_commit(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    """The catalog was restored from a backup. The node of the later version starts while rows are committed."""
+    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
+
+    def node(name: str) -> Node:
+        return Node(Store(memory / name), ["shm:"], catalog=uri, heartbeat_interval=SELDOM)
+
+    def catalog() -> Node:
+        return Node(Store(memory / "catalog"), ["shm:"], flight=uri, database=str(path))
+
+    with catalog():
+        put(uri, "d", table(1))
+        version(uri, "d")  # makes the catalog keep the version after it is replaced
+    backup = path.read_bytes()
+    with catalog(), node("b") as b:
+        version(uri, "d")
+        put(b.uri, "d", table(2))
+        for _ in range(2):
+            b.service.catalog.reconcile()
+    path.write_bytes(backup)
+    with ExitStack() as running:
+        running.enter_context(catalog())
+        written_at = uri if writer == "catalog" else running.enter_context(node(writer)).uri
+        publish = Database.publish
+
+        def publish_late(*arguments: Any, **options: Any) -> int:
+            monkeypatch.setattr(Database, "publish", publish)
+            running.enter_context(node("b"))
+            return publish(*arguments, **options)
+
+        monkeypatch.setattr(Database, "publish", publish_late)
+        with pytest.raises(CatalogError, match=r"nothing was committed to 'd', since a node .* put the rows again"):
+            put(written_at, "d", table(3), mode="append")
+        assert version(uri, "d")[0::2] == (2, [2])
+        put(written_at, "d", table(3), mode="append")
+        assert version(uri, "d")[2] == [2, 3]
+
+
 # Parts that are set aside
 
 

@@ -174,6 +174,20 @@ class Versions:
         sql = "SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL AND origin & ?"
         return bool(self._tables.all(sql, name, Origin.OVERTAKEN))
 
+    def is_outdated(self, name: str, number: int, base: int | None) -> bool:
+        """Return whether a node has reported another version since `number` was assigned to a commit.
+
+        Args:
+            name: The name of the dataset.
+            number: The number of the version that the commit makes.
+            base: The number of the version that the commit appends to; 0 if there was none, None if it replaces any.
+        """
+        sql = "SELECT 1 FROM numbers WHERE name = ? AND (last > ? OR published >= ?)"
+        if self._tables.all(sql, name, number, number):
+            return True
+        sql = "SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL AND number != ?"
+        return base is not None and bool(self._tables.all(sql, name, base))
+
     def _publish_number(self, name: str, number: int, lost: bool) -> None:
         """Record the last published version of `name`, and whether it was lost.
 
