@@ -245,9 +245,15 @@ class Tables(ProcessBound):
             raise self._damaged(error) from None
         except sqlite3.Error as error:
             code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
-            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) and _is_ours(Path(self._path)):
+            is_damaged = code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+            # An open database was recognized when it was opened. To open and close its file would release its lock.
+            if is_damaged and (not at_start or _is_ours(Path(self._path))):
                 raise self._damaged(error) from None
-            hint = "; is another catalog using it?" if at_start else ""
+            hint = ""
+            if at_start and is_damaged:
+                hint = "; if it was the database of this catalog, move it away, and the nodes report their datasets"
+            elif at_start:
+                hint = "; is another catalog using it?"
             raise CatalogError(f"the catalog's database {self._path}: {error}{hint}") from None
 
     def run(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
