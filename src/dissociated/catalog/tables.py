@@ -153,6 +153,7 @@ class Tables(ProcessBound):
         self.bind_to_process()
 
     def _open(self) -> None:
+        is_new = self._path == _MEMORY or not os.path.lexists(self._path)
         if self._path != _MEMORY:
             _close_to_others(Path(self._path))
         with self._errors(at_start=True):
@@ -160,7 +161,7 @@ class Tables(ProcessBound):
             try:
                 self._connection.row_factory = sqlite3.Row
                 self._connection.create_function("checksum", -1, _checksum)
-                self._prepare()
+                self._prepare(is_new)
             except BaseException:
                 self._connection.close()
                 raise
@@ -169,7 +170,7 @@ class Tables(ProcessBound):
         # In the child, SQLite would consider the locks of its parent its own, and remove the log that the parent uses.
         leak(self._connection)
 
-    def _prepare(self) -> None:
+    def _prepare(self, is_new: bool) -> None:
         self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = FULL")
@@ -177,6 +178,11 @@ class Tables(ProcessBound):
         schema = _schema_of(self._connection)
         names = {name for name, _ in schema}
         if not names and not schema_version:
+            if not is_new:
+                raise CatalogError(
+                    f"the catalog's database {self._path!r} is empty, as a failed copy is: restore another copy, or "
+                    "remove the file to begin with an empty catalog"
+                )
             self._create()
         elif not names >= {"nodes", "parts"} and not names >= {"versions", "commits"}:
             raise CatalogError(f"the catalog's database {self._path} has the tables of another program")
