@@ -134,9 +134,10 @@ class CatalogService(ProcessBound):
             located, advertised = Uri.parse(uri).split_advertised()
             # gRPC would report the errors found here, with much else, on stderr.
             uri = _check_place(str(located) if advertised.host else uri)
+            self.uri = uri
             try:
                 self._flight = FlightServer(uri, **server_options(uri, security))
-                undo.callback(self._flight.shutdown)
+                undo.callback(self._shut_down, undo.pop_all().close)
                 # Otherwise early calls would wait for a catalog, and the shutdown for these calls.
                 undo.callback(self._flight.stop)
                 if is_unix(uri):
@@ -197,16 +198,20 @@ class CatalogService(ProcessBound):
         if self._ticker is not None:
             self._ticker.join(STOP_TIMEOUT)
         self.catalog.close()
-        stopping = threading.Thread(target=self._shut_down, name="catalog shutdown", daemon=True)
+        self._shut_down(self.catalog.release)
+
+    def _shut_down(self, release: Callable[[], None]) -> None:
+        """Stop answering, and call `release` after the last call, which this method awaits for a few seconds only."""
+
+        def wait_and_release() -> None:
+            self._flight.shutdown()
+            release()
+
+        stopping = threading.Thread(target=wait_and_release, name="catalog shutdown", daemon=True)
         stopping.start()
         stopping.join(STOP_TIMEOUT)
         if stopping.is_alive():
             _log.warning("shutdown timed out, a client still has an open stream: catalog=%s", self.uri)
-
-    def _shut_down(self) -> None:
-        """Wait for the calls in progress, and release what they need."""
-        self._flight.shutdown()
-        self.catalog.release()
 
 
 def _advertised_uri(uri: str, port: int, advertise: str | None) -> str:
