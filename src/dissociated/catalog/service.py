@@ -211,6 +211,7 @@ class CatalogService(ProcessBound):
         stopping.start()
         stopping.join(STOP_TIMEOUT)
         if stopping.is_alive():
+            leak(self._flight)  # pyarrow would wait for the call again when this process exits.
             _log.warning("shutdown timed out, a client still has an open stream: catalog=%s", self.uri)
 
 
