@@ -184,6 +184,33 @@ def test_a_damaged_database_is_set_aside_and_nodes_tell_what_they_have(
     assert f"path={path} aside={memory}/catalog.db.damaged " in told[0]
 
 
+def test_nothing_becomes_a_dataset_by_an_append_after_the_database_was_damaged(memory: Path) -> None:
+    """Else, the rows of a node that has not reported yet would no longer be part of the dataset."""
+    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
+
+    def catalog() -> closing[CatalogService]:
+        return closing(CatalogService(uri, database=Database(str(path))))
+
+    def node(name: str) -> Node:
+        return Node(Store(memory / name), ["shm:"], catalog=uri, heartbeat_interval=600.0)
+
+    with catalog(), node("a") as a:
+        put(a.uri, "d", table(1))
+        a.service.catalog.reconcile()
+    path.write_bytes(bytes(4096) + path.read_bytes()[4096:])
+    with catalog(), node("b") as b:
+        with pytest.raises(CatalogError, match=r"'d' cannot be appended to: the catalog's database was damaged"):
+            put(b.uri, "d", table(2), mode="append")
+        put(b.uri, "e", table(3))
+        put(b.uri, "e", table(4), mode="append")
+        with node("a"):
+            put(b.uri, "d", table(2), mode="append")
+            assert (read(uri, "d"), read(uri, "e")) == ([1, 2], [3, 4])
+    with catalog(), node("b") as b:
+        put(b.uri, "f", table(5), mode="append")
+        assert read(uri, "f") == [5]
+
+
 def test_a_file_of_somebody_else_stays_as_it_is(memory: Path) -> None:
     path = memory / "catalog.db"
     with closing(sqlite3.connect(path)) as connection:

@@ -1040,6 +1040,58 @@ def test_what_a_catalog_has_committed_is_not_replaced_by_what_it_finds(cluster: 
     assert version(cluster.uri, "d")[0::2] == (4, [10])
 
 
+def set_aside(node: Node) -> list[str]:
+    """Return the sentences of a node's own status about entries of its store."""
+    with dis.connect(node.uri) as client:
+        store = client.status().store
+    assert store is not None
+    return [*store.set_aside]
+
+
+def test_rows_that_others_have_taken_the_place_of_are_kept_shown_and_put_again(cluster: Cluster) -> None:
+    """The catalog is lost, and rows are appended to a dataset before the node with the rest of it reports."""
+    a, b = cluster.start_node("a"), cluster.start_node("b")
+    put(a.uri, "d", table(1, 2, 3))
+    cluster.tell()
+    (held,) = a.store.versions()
+    entry = a.store.directory / "segments" / held.id
+    cluster.lose_catalog()
+    cluster.tell("b")
+    put(b.uri, "d", table(4), mode="append")
+    sentence = f"'{entry}' is set aside: it is version 1 of 'd' (3 rows), which the catalog does not list"
+    for _ in range(2):
+        cluster.tell()
+        assert read(cluster.uri, "d") == [4]
+        assert set_aside(cluster.nodes["a"]) == [sentence]
+        restart_node(cluster, "a")
+    with dis.connect(cluster.uri) as client:
+        problems = {node["id"]: node["problem"] for node in client.nodes()}
+    sentence = "the node holds 1 version of datasets that the catalog does not list: see its own status"
+    assert problems == {a.store.id: sentence, b.store.id: ""}
+    assert main(["put", *map(str, sorted(entry.glob("*.arrows"))), f"{cluster.uri}/d", "--append"]) == 0
+    cluster.tell()
+    assert sorted(read(cluster.uri, "d")) == [1, 2, 3, 4]
+    cluster.nodes["a"].close()
+    entry.rename(a.store.directory.parent / "moved")
+    cluster.start_node("a")
+    cluster.tell()
+    assert set_aside(cluster.nodes["a"]) == []
+    assert sorted(read(cluster.uri, "d")) == [1, 2, 3, 4]
+
+
+def test_parts_of_a_dataset_that_a_lost_catalog_knew_are_shown_by_their_nodes(cluster: Cluster) -> None:
+    a, b = cluster.start_node("a"), cluster.start_node("b")
+    with dis.connect(cluster.uri) as client:
+        commit_on(client, a, b)
+    cluster.tell()
+    assert (set_aside(a), set_aside(b)) == ([], [])
+    cluster.lose_catalog()
+    cluster.tell()
+    for node in (a, b):
+        (sentence,) = set_aside(node)
+        assert sentence.endswith("it is version 1 of 'd' (1 row), which the catalog does not list")
+
+
 def test_a_catalog_from_a_backup_takes_what_it_has_committed_since(backed_up: Cluster) -> None:
     """The commit on the other node is found, too.
 

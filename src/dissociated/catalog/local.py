@@ -23,7 +23,7 @@ from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import Database
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Answers, Listing, earliest_expiry
-from dissociated.catalog.members import Members, describe_clock_skew
+from dissociated.catalog.members import Members
 from dissociated.catalog.versions import FOREVER
 from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
@@ -175,8 +175,8 @@ class LocalCatalog(Catalog):
         return [*registered, *refused]
 
     def _problem_of(self, node: NodeRecord) -> str:
-        """Return a sentence about the clock of a registered node; empty if all is well, or the node is away."""
-        return describe_clock_skew(self._members.clock_skew(node.id)) if node.alive else ""
+        """Return sentences about a registered node; empty if all is well, or the node is away."""
+        return self._members.problem(node.id) if node.alive else ""
 
     def forget(self, node: str) -> None:
         records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
@@ -450,6 +450,7 @@ class LocalCatalog(Catalog):
 
     def _parse_announced(self, node: str, body: Mapping[str, Any]) -> list[Version]:
         """Return the versions in a report. The times of prepared versions, which expire, are the catalog's."""
+        self._members.record_unlisted(node, int(body.get("unlisted", 0)))
         clock_skew = self._members.record_time(node, body.get("now"))
         announced = [Version.parse(plain) for plain in body.get("parts", ())]
         return [

@@ -31,14 +31,15 @@ The bodies and results of actions are JSON, except for the actions that Flight d
 Catalogs and nodes call each other with these actions:
     prepare   the commit of a node's own segments    -> the node's part of the version
     over      {keys}                                 -> {over: the keys that were committed or aborted}
-    register  {node, parts, numbers, aside, serial, guarded, signs, digest, lives, now}  -> a reply
-    heartbeat {node, since, parts, gone, digest, lives, now}                      -> a reply
+    register  {node, parts, numbers, aside, serial, guarded, signs, digest, lives, now, unlisted}  -> a reply
+    heartbeat {node, since, parts, gone, digest, lives, now, unlisted}            -> a reply
     leave     {node, retiring}                       -> {}
     a reply   {known, now, wanted, unwanted}
 "guarded" says whether the node requires tokens, and "signs" identifies the secret of its tickets. "lives" is the number
 of seconds after which the node counts as away unless another message comes. "digest" identifies the state of the node
 after this report, and "since" the report that it continues. "gone" are parts that the node has removed, and "aside"
-those that it could not read at its start. Of the reported parts, "wanted" are those of published versions, and
+those that it could not read at its start. "unlisted" is the number of published versions on the node of which no reply
+said what to do with them. Of the reported parts, "wanted" are those of published versions, and
 "unwanted" those to delete.
 `dissociated.control.roles` has the role that each action needs if the catalog checks tokens or a secret.
 

@@ -140,9 +140,12 @@ class Tables(ProcessBound):
         #: under `_lock` alone: it is read with the GIL, and SQLite's mutex may belong to a thread in `_checksum`, which
         #: waits for the GIL.
         self.changes = 0
+        #: Whether a damaged file was replaced by these tables when this process opened it.
+        self.replaces_damaged = False
         try:
             self._open()
         except CatalogDamaged as error:
+            self.replaces_damaged = True
             aside = _set_aside(Path(path))
             _log.error(
                 "the catalog's database is damaged and was set aside: path=%s aside=%s error=%s", *(path, aside), error
