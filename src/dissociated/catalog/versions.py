@@ -141,7 +141,6 @@ class Versions:
                 f"{name!r} cannot be appended to: version {lost['published']} was evicted, or lost with its node, "
                 "so the new rows alone would become the dataset; put all rows again, with the mode overwrite"
             )
-
         sql = "SELECT 1 FROM numbers WHERE name = ? AND published > 0"
         if self._tables.replaces_damaged and not self._tables.all(sql, name):
             raise CatalogError(
