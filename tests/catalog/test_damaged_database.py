@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -51,6 +54,15 @@ def fill(path: Path) -> list[Version]:
         database.drop("dropped")
         database.abort("aborted")
     return announced
+
+
+def fill_beyond_memory(path: Path) -> None:
+    """Create a database that is larger than SQLite's cache of pages."""
+    with closing(Database(str(path))) as database:
+        database.register(NODES[0], [], "", FOREVER)
+        for number in range(30):
+            tags = {"x": "y" * 100_000}
+            database.publish(Commit(f"d{number}", key=f"{number}", tags=tags), SCHEMA, [part(f"{number}")])
 
 
 def answers(database: Database) -> object:
@@ -124,16 +136,26 @@ def test_damage_to_a_value_that_sqlite_does_not_notice_is_told(memory: Path) -> 
 
 def test_damage_that_comes_while_a_catalog_runs_is_told(memory: Path) -> None:
     path = memory / "catalog.db"
-    with closing(Database(str(path))) as database:
-        database.register(NODES[0], [], "", FOREVER)
-        for number in range(60):  # more than SQLite keeps in memory
-            database.publish(
-                Commit(f"d{number}", key=f"{number}", tags={"x": "y" * 100_000}), SCHEMA, [part(f"{number}")]
-            )
+    fill_beyond_memory(path)
     with closing(Database(str(path))) as database:
         path.write_bytes(path.read_bytes().replace(b"y" * 1000, b"z" * 1000))
         with pytest.raises(CatalogDamaged, match=r"catalog\.db' is damaged .* sets the database aside"):
             database.datasets()
+
+
+def test_a_catalog_that_finds_damage_keeps_its_database_locked(memory: Path) -> None:
+    """Otherwise, a second catalog could set the database of the first one aside."""
+    path = memory / "catalog.db"
+    fill_beyond_memory(path)
+    size = path.stat().st_size
+    with closing(Database(str(path))) as database:
+        os.truncate(path, size // 2)
+        os.truncate(path, size)
+        with pytest.raises(CatalogDamaged, match=r"is damaged \(.*\): restart the catalog"):
+            database.datasets()
+        script = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('SELECT * FROM nodes')"
+        other = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True)
+        assert other.stderr.splitlines()[-1] == "sqlite3.OperationalError: database is locked"
 
 
 def test_a_damaged_database_is_set_aside_and_nodes_tell_what_they_have(
@@ -162,6 +184,33 @@ def test_a_damaged_database_is_set_aside_and_nodes_tell_what_they_have(
     assert f"path={path} aside={memory}/catalog.db.damaged " in told[0]
 
 
+def test_nothing_becomes_a_dataset_by_an_append_after_the_database_was_damaged(memory: Path) -> None:
+    """Else, the rows of a node that has not reported yet would no longer be part of the dataset."""
+    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
+
+    def catalog() -> closing[CatalogService]:
+        return closing(CatalogService(uri, database=Database(str(path))))
+
+    def node(name: str) -> Node:
+        return Node(Store(memory / name), ["shm:"], catalog=uri, heartbeat_interval=600.0)
+
+    with catalog(), node("a") as a:
+        put(a.uri, "d", table(1))
+        a.service.catalog.reconcile()
+    path.write_bytes(bytes(4096) + path.read_bytes()[4096:])
+    with catalog(), node("b") as b:
+        with pytest.raises(CatalogError, match=r"'d' cannot be appended to: the catalog's database was damaged"):
+            put(b.uri, "d", table(2), mode="append")
+        put(b.uri, "e", table(3))
+        put(b.uri, "e", table(4), mode="append")
+        with node("a"):
+            put(b.uri, "d", table(2), mode="append")
+            assert (read(uri, "d"), read(uri, "e")) == ([1, 2], [3, 4])
+    with catalog(), node("b") as b:
+        put(b.uri, "f", table(5), mode="append")
+        assert read(uri, "f") == [5]
+
+
 def test_a_file_of_somebody_else_stays_as_it_is(memory: Path) -> None:
     path = memory / "catalog.db"
     with closing(sqlite3.connect(path)) as connection:
@@ -173,7 +222,7 @@ def test_a_file_of_somebody_else_stays_as_it_is(memory: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("versions",)]
     path.write_bytes(b"precious" + before[8:])
-    with leaving_nothing(), pytest.raises(CatalogError, match="file is not a database"):
+    with leaving_nothing(), pytest.raises(CatalogError, match=r"file is not a database; .* move it away"):
         Database(str(path))
     assert path.read_bytes() == b"precious" + before[8:]
     assert [one.name for one in memory.iterdir()] == ["catalog.db"]

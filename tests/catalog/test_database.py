@@ -174,11 +174,45 @@ def test_no_lineage_goes_on_if_a_node_reports_a_later_version_during_the_commit(
     database.register(B, [announced("9", "d", 9, prepared=True, node="b")], "", FOREVER, serial=9)
     assert database.is_overtaken("d")
     append = Commit("d", key="second", mode="append", number=number)
-    with pytest.raises(CatalogError, match="a node has just reported a later version"):
-        database.publish(append, SCHEMA, [part("2")], before=["first"])
+    with pytest.raises(CatalogError, match="a node has just reported another version"):
+        database.publish(append, SCHEMA, [part("2")], before=["first"], base=1)
     assert tickets(database, "d") == [b"ticket 1"]
-    database.publish(replace(append, number=database.next_version("d")), SCHEMA, [part("2")], before=["second"])
+    again = replace(append, number=database.next_version("d"))
+    database.publish(again, SCHEMA, [part("2")], before=["second"], base=1)
     assert (database.find("d").number, database.find("d").lineage_id) == (10, "second")
+
+
+@pytest.mark.parametrize("mode", ["append", "append on one node", "overwrite"])
+@pytest.mark.parametrize("reported", [2, 7])
+def test_a_version_that_a_node_reports_during_a_commit_is_not_replaced(
+    database: Database, mode: str, reported: int
+) -> None:
+    """The catalog was restored from a backup, and the node was away."""
+    database.publish(Commit("d", key="first"), SCHEMA, [part("1")])
+    commit = Commit("d", key="key", mode=mode.split()[0], number=database.next_version("d"))
+    later = replace(announced("7", "d", reported, node="b"), catalog=database.id)
+    assert database.touch_node("b", "now", FOREVER, since="", announced=[later])
+    with pytest.raises(CatalogError, match=r"nothing was committed to 'd', since a node .* put the rows again"):
+        database.publish(commit, SCHEMA, [part("2")], before=["first"] if "one" in mode else [], base=1)
+    assert (database.find("d").number, tickets(database, "d")) == (reported, [b"ticket 7"])
+    again = replace(commit, number=database.next_version("d"))
+    assert database.publish(again, SCHEMA, [part("2")], base=reported) == reported + 1
+
+
+@pytest.mark.parametrize("base", [0, 1])
+def test_an_append_extends_the_version_that_it_was_made_for_or_fails(database: Database, base: int) -> None:
+    """A node reports a version with a lower number than the commit has."""
+    if base:
+        database.publish(Commit("d", key="first"), SCHEMA, [part("1")])
+    database.register(B, [announced("8", "d", 8, prepared=True, node="b")], "then", FOREVER, serial=9)
+    commit = Commit("d", key="key", mode="append", number=database.next_version("d"))
+    later = replace(announced("7", "d", 7, node="b"), catalog=database.id)
+    assert database.touch_node("b", "now", FOREVER, since="then", announced=[later])
+    with pytest.raises(CatalogError, match=r"nothing was committed to 'd', since a node .* put the rows again"):
+        database.publish(commit, SCHEMA, [part("2")], base=base)
+    assert tickets(database, "d") == [b"ticket 7"]
+    database.publish(commit, SCHEMA, [part("2")], base=7)
+    assert tickets(database, "d") == [b"ticket 7", b"ticket 2"]
 
 
 def test_a_time_to_live(database: Database, clock: Clock) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
@@ -311,6 +313,32 @@ def test_a_catalog_that_does_not_answer_does_not_hold_up_the_end_of_a_node(
         pair = Pair(memory, running)
         running.callback(has_ended.set)
         pool.submit(pair.node.close).result(PATIENCE)
+
+
+def test_a_call_in_progress_does_not_hold_up_the_end_of_a_node_that_is_refused(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dissociated.catalog.service.STOP_TIMEOUT", 0.2)
+    store = Store(memory)
+
+    def end(writer: Any) -> None:
+        with suppress(pa.ArrowException, OSError):  # The node fails the call.
+            writer.close()
+
+    def refuse(catalog: LocalCatalog, body: Mapping[str, Any]) -> dict[str, Any]:
+        client = running.enter_context(flight.connect(body["node"]["flight"]))
+        writer, _ = client.do_put(flight.FlightDescriptor.for_command(b'{"name": "d"}'), SCHEMA)
+        running.callback(end, writer)
+        writer.write_table(table(1))
+        wait_until(lambda: any(store.staging.iterdir()), "the node receives the rows")
+        raise AccessDenied("refused")
+
+    monkeypatch.setattr(LocalCatalog, "register", refuse)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as running:
+        catalog = running.enter_context(closing(CatalogService("grpc://127.0.0.1:0")))
+        node = pool.submit(Node, store, ["shm:"], catalog=catalog.uri)
+        with pytest.raises(AccessDenied, match="refused"):
+            node.result(PATIENCE)
 
 
 def test_more_has_changed_than_is_remembered(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

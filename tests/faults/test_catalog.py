@@ -6,6 +6,7 @@ import socket
 import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import CatalogError, DatasetNotFound, DeadlineExceeded, DissociatedError
+from support.helpers import wait_until
 
 from .conftest import Spawn
 from .peer import PATIENCE
@@ -174,6 +176,36 @@ def test_process_ends_although_a_flight_client_takes_nothing(spawn: Spawn) -> No
     process.communicate("\n", timeout=PATIENCE)
     assert process.returncode == 0
     stream.cancel()
+    client.close()
+
+
+RECEIVING = textwrap.dedent(
+    """
+    import sys
+    import dissociated.catalog.service as service
+    from dissociated.node.node import Node
+    from dissociated.store.store import Store
+
+    service.STOP_TIMEOUT = 0.2
+    node = Node(Store(sys.argv[1]), ["shm:"])
+    print(node.uri, flush=True)
+    sys.stdin.readline()
+    node.close()
+    """
+)
+
+
+def test_process_ends_although_a_flight_client_has_a_put_in_progress(spawn: Spawn, tmp_path: Path) -> None:
+    process = spawn("-c", RECEIVING, tmp_path / "store")
+    assert process.stdout is not None
+    client = flight.FlightClient(process.stdout.readline().strip())
+    writer, _ = client.do_put(flight.FlightDescriptor.for_command(b'{"name": "d"}'), TABLE.schema)
+    writer.write_table(TABLE)
+    wait_until(lambda: any((tmp_path / "store" / "staging").iterdir()), "the node receives the rows")
+    process.communicate("\n", timeout=PATIENCE)
+    assert process.returncode == 0
+    with pytest.raises(pa.ArrowException):
+        writer.close()
     client.close()
 
 

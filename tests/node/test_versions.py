@@ -629,6 +629,47 @@ def test_a_catalog_from_a_backup_whose_nodes_are_all_present_uses_no_number_agai
     assert latest[2] == [later[2][-1] if mode == "overwrite" else 1, 3]
 
 
+@pytest.mark.parametrize("writer", ["a", "catalog"])
+def test_an_append_keeps_a_version_that_a_node_reports_during_the_commit(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    """The catalog was restored from a backup. The node of the later version starts while rows are committed."""
+    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
+
+    def node(name: str) -> Node:
+        return Node(Store(memory / name), ["shm:"], catalog=uri, heartbeat_interval=SELDOM)
+
+    def catalog() -> Node:
+        return Node(Store(memory / "catalog"), ["shm:"], flight=uri, database=str(path))
+
+    with catalog():
+        put(uri, "d", table(1))
+        version(uri, "d")  # makes the catalog keep the version after it is replaced
+    backup = path.read_bytes()
+    with catalog(), node("b") as b:
+        version(uri, "d")
+        put(b.uri, "d", table(2))
+        for _ in range(2):
+            b.service.catalog.reconcile()
+    path.write_bytes(backup)
+    with ExitStack() as running:
+        running.enter_context(catalog())
+        written_at = uri if writer == "catalog" else running.enter_context(node(writer)).uri
+        publish = Database.publish
+
+        def publish_late(*arguments: Any, **options: Any) -> int:
+            monkeypatch.setattr(Database, "publish", publish)
+            running.enter_context(node("b"))
+            return publish(*arguments, **options)
+
+        monkeypatch.setattr(Database, "publish", publish_late)
+        with pytest.raises(CatalogError, match=r"nothing was committed to 'd', since a node .* put the rows again"):
+            put(written_at, "d", table(3), mode="append")
+        assert version(uri, "d")[0::2] == (2, [2])
+        put(written_at, "d", table(3), mode="append")
+        assert version(uri, "d")[2] == [2, 3]
+
+
 # Parts that are set aside
 
 
@@ -997,6 +1038,58 @@ def test_what_a_catalog_has_committed_is_not_replaced_by_what_it_finds(cluster: 
     put(a.uri, "d", table(10))
     restart_node(cluster, "b")
     assert version(cluster.uri, "d")[0::2] == (4, [10])
+
+
+def set_aside(node: Node) -> list[str]:
+    """Return the sentences of a node's own status about entries of its store."""
+    with dis.connect(node.uri) as client:
+        store = client.status().store
+    assert store is not None
+    return [*store.set_aside]
+
+
+def test_rows_that_others_have_taken_the_place_of_are_kept_shown_and_put_again(cluster: Cluster) -> None:
+    """The catalog is lost, and rows are appended to a dataset before the node with the rest of it reports."""
+    a, b = cluster.start_node("a"), cluster.start_node("b")
+    put(a.uri, "d", table(1, 2, 3))
+    cluster.tell()
+    (held,) = a.store.versions()
+    entry = a.store.directory / "segments" / held.id
+    cluster.lose_catalog()
+    cluster.tell("b")
+    put(b.uri, "d", table(4), mode="append")
+    sentence = f"'{entry}' is set aside: it is version 1 of 'd' (3 rows), which the catalog does not list"
+    for _ in range(2):
+        cluster.tell()
+        assert read(cluster.uri, "d") == [4]
+        assert set_aside(cluster.nodes["a"]) == [sentence]
+        restart_node(cluster, "a")
+    with dis.connect(cluster.uri) as client:
+        problems = {node["id"]: node["problem"] for node in client.nodes()}
+    sentence = "the node holds 1 version of datasets that the catalog does not list: see its own status"
+    assert problems == {a.store.id: sentence, b.store.id: ""}
+    assert main(["put", *map(str, sorted(entry.glob("*.arrows"))), f"{cluster.uri}/d", "--append"]) == 0
+    cluster.tell()
+    assert sorted(read(cluster.uri, "d")) == [1, 2, 3, 4]
+    cluster.nodes["a"].close()
+    entry.rename(a.store.directory.parent / "moved")
+    cluster.start_node("a")
+    cluster.tell()
+    assert set_aside(cluster.nodes["a"]) == []
+    assert sorted(read(cluster.uri, "d")) == [1, 2, 3, 4]
+
+
+def test_parts_of_a_dataset_that_a_lost_catalog_knew_are_shown_by_their_nodes(cluster: Cluster) -> None:
+    a, b = cluster.start_node("a"), cluster.start_node("b")
+    with dis.connect(cluster.uri) as client:
+        commit_on(client, a, b)
+    cluster.tell()
+    assert (set_aside(a), set_aside(b)) == ([], [])
+    cluster.lose_catalog()
+    cluster.tell()
+    for node in (a, b):
+        (sentence,) = set_aside(node)
+        assert sentence.endswith("it is version 1 of 'd' (1 row), which the catalog does not list")
 
 
 def test_a_catalog_from_a_backup_takes_what_it_has_committed_since(backed_up: Cluster) -> None:

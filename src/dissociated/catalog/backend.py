@@ -68,6 +68,9 @@ class NoStore:
     def version(self, id: str) -> Version | None:
         return None
 
+    def location(self, version: Version) -> Path:
+        raise StoreError(f"{version.name!r} is not in a store")
+
     def changed(self, since: int) -> list[str] | None:
         return []
 

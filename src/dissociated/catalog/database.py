@@ -332,6 +332,7 @@ class Database:
         parts: Sequence[Part],
         created: float | None = None,
         before: Sequence[str] = (),
+        base: int = 0,
     ) -> int:
         """Publish parts as the version that a commit describes. A repeated commit changes nothing.
 
@@ -342,14 +343,15 @@ class Database:
             created: The time of the commit in seconds since the epoch; by default now.
             before: The keys of earlier commits whose rows these parts contain too, oldest first. They count as
                 committed, and the parts replace the current version.
+            base: The number of the version that an append with a number was made for; 0 if the dataset did not exist.
 
         Returns:
             The number of the version.
 
         Raises:
             CatalogError: A part is on an unknown node, is abandoned or belongs to another version, the schema differs
-                from that of the version to append to, that version was lost or overtaken, the commit was aborted, or
-                its key is that of another dataset.
+                from that of the version to append to, that version was lost, a node has reported another version since
+                the number was assigned, the commit was aborted, or its key is that of another dataset.
         """
         with self._transaction() as versions:
             committed = versions.keys.find_commit(commit.name, commit.key)
@@ -358,10 +360,11 @@ class Database:
             versions.keys.check_new_parts(commit.name, parts)
             if commit.append and not before:  # The version may have been lost since the number was assigned.
                 versions.check_not_lost(commit.name)
-            if before and before[0] != commit.key and versions.is_overtaken(commit.name):
+            extended = base if commit.append or commit.exists is False else None
+            if commit.number and versions.is_outdated(commit.name, commit.number, extended):
                 raise CatalogError(
-                    f"nothing was appended to {commit.name!r}, since a node has just reported a later version: put the "
-                    "rows again"
+                    f"nothing was committed to {commit.name!r}, since a node has just reported another version: put "
+                    "the rows again"
                 )
             number = commit.number or versions.next_number(commit.name)
             numbered = replace(commit, number=number)

@@ -23,7 +23,7 @@ from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import Database
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Answers, Listing, earliest_expiry
-from dissociated.catalog.members import Members, describe_clock_skew
+from dissociated.catalog.members import Members
 from dissociated.catalog.versions import FOREVER
 from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
@@ -176,8 +176,8 @@ class LocalCatalog(Catalog):
         return [*registered, *refused]
 
     def _problem_of(self, node: NodeRecord) -> str:
-        """Return a sentence about the clock of a registered node; empty if all is well, or the node is away."""
-        return describe_clock_skew(self._members.clock_skew(node.id)) if node.alive else ""
+        """Return sentences about a registered node; empty if all is well, or the node is away."""
+        return self._members.problem(node.id) if node.alive else ""
 
     def forget(self, node: str) -> None:
         records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
@@ -294,7 +294,7 @@ class LocalCatalog(Catalog):
             if [*by_node] == [self.node.id] and (current is None or dataset is not None):
                 self._commit_local(by_node[self.node.id], current, dataset, new_lineage)
             else:
-                self._commit_distributed(commit, by_node)
+                self._commit_distributed(commit, by_node, 0 if current is None else current.number)
         self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([commit.key]))
 
     def _find_current(self, name: str) -> Version | None:
@@ -346,9 +346,7 @@ class LocalCatalog(Catalog):
             new_lineage: Whether an append begins a new lineage.
         """
         before: list[str] = []
-        if current is None:
-            commit = replace(commit, mode="overwrite")
-        else:  # An append must keep all rows of the current version.
+        if current is not None:  # An append must keep all rows of the current version.
             before = [commit.key if new_lineage else current.lineage_id]
             tags, ttl = current.merged_options(commit.tags, commit.ttl)
             commit = replace(commit, tags=tags, ttl=ttl)
@@ -359,7 +357,8 @@ class LocalCatalog(Catalog):
             stored = self._backend.store.version(prepared.id)
             created = None if stored is None else stored.created  # A restart takes the time from the store as well.
             schema = schemas.serialize(prepared.dataset.schema)
-            self._database.publish(commit, schema, [self.holdings.describe_part(prepared)], created, before)
+            part, base = self.holdings.describe_part(prepared), 0 if current is None else current.number
+            self._database.publish(commit, schema, [part], created, before, base)
         except BaseException:
             # Remove the version from the store if it was not published, since a restart would publish it.
             if self._database.version_of(prepared.id) is None:
@@ -377,8 +376,11 @@ class LocalCatalog(Catalog):
         if not self._database.is_durable:
             self._backend.store.record_keys(keys)
 
-    def _commit_distributed(self, commit: Commit, by_node: Mapping[str, Commit]) -> None:
-        """Have each node prepare its part, and publish all parts in one transaction of the database."""
+    def _commit_distributed(self, commit: Commit, by_node: Mapping[str, Commit], base: int) -> None:
+        """Have each node prepare its part, and publish all parts in one transaction of the database.
+
+        An append extends the version with the number `base`; 0 if the dataset does not exist.
+        """
         nodes = self._members.find(by_node)
         parts = []
         encoded_schemas = set()
@@ -391,7 +393,7 @@ class LocalCatalog(Catalog):
             raise CatalogError(f"the segments of {commit.name!r} have different schemas: write all with one schema")
         if self.node.id not in by_node:  # Otherwise the manifest of this node's own part has the number.
             self._use_number(commit)
-        self._database.publish(commit, encoded_schemas.pop(), parts)
+        self._database.publish(commit, encoded_schemas.pop(), parts, base=base)
         self._clean_up(self._confirm)
 
     def _use_number(self, commit: Commit) -> None:
@@ -465,6 +467,7 @@ class LocalCatalog(Catalog):
 
     def _parse_announced(self, node: str, body: Mapping[str, Any]) -> list[Version]:
         """Return the versions in a report. The times of prepared versions, which expire, are the catalog's."""
+        self._members.record_unlisted(node, int(body.get("unlisted", 0)))
         clock_skew = self._members.record_time(node, body.get("now"))
         announced = [Version.parse(plain) for plain in body.get("parts", ())]
         return [

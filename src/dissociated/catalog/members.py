@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.base.display import duration, utc
+from dissociated.base.display import duration, plural, utc
 from dissociated.catalog.database import Database
 from dissociated.client.calls import CatalogClient
 from dissociated.client.flight_connection import read_flight
@@ -53,6 +53,13 @@ def describe_clock_skew(skew: float) -> str:
     if abs(skew) <= CLOCK_TOLERANCE:
         return ""
     return f"the node's clock is {duration(abs(skew))} {'ahead of' if skew > 0 else 'behind'} the catalog's"
+
+
+def describe_unlisted(count: int) -> str:
+    """Return a sentence about `count` versions in a node's store that are not listed; empty if there are none."""
+    if not count:
+        return ""
+    return f"the node holds {plural(count, 'version')} of datasets that the catalog does not list: see its own status"
 
 
 class Refusal(NamedTuple):
@@ -108,6 +115,7 @@ class Members:
         self._own = own
         self._security = security
         self._clock_skews: dict[str, float] = {}  # by node: the seconds by which its clock is ahead
+        self._unlisted: dict[str, int] = {}  # by node: the versions that it holds and the catalog does not list
         self._refusals: dict[tuple[str, str], Refusal] = {}  # by id and host, the oldest first
         self._peers: dict[str, Peer] = {}  # by Flight URI: the connections that reads were relayed over
 
@@ -139,6 +147,15 @@ class Members:
             _log.warning("clock is wrong: node=%s difference=%r", node, sentence)
         return skew
 
+    def record_unlisted(self, node: str, count: int) -> None:
+        """Record how many versions a node holds that the catalog does not list."""
+        self._unlisted[node] = count
+
+    def problem(self, node: str) -> str:
+        """Return sentences about a node that is alive, as of its last message; empty if all is well."""
+        sentences = describe_clock_skew(self.clock_skew(node)), describe_unlisted(self._unlisted.get(node, 0))
+        return "; ".join(filter(None, sentences))
+
     def refuse(self, node: NodeRecord, reason: str) -> None:
         """Record that the registration of a node was refused. `refusals` then lists it."""
         _log.warning("a node was refused: host=%s flight=%s reason=%s", node.host, node.flight, reason)
@@ -153,8 +170,9 @@ class Members:
         return [*self._refusals.values()]
 
     def forget(self, node: str) -> None:
-        """Forget the clock and the refusals of the node with this id."""
+        """Forget the messages and the refusals of the node with this id."""
         self._clock_skews.pop(node, None)
+        self._unlisted.pop(node, None)
         self.admit(node)
 
     def admit(self, node: str) -> None:

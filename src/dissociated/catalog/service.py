@@ -32,14 +32,15 @@ The bodies and results of actions are JSON, except for the actions that Flight d
 Catalogs and nodes call each other with these actions:
     prepare   the commit of a node's own segments    -> the node's part of the version
     over      {keys}                                 -> {over: the keys that were committed or aborted}
-    register  {node, parts, numbers, aside, serial, guarded, signs, digest, lives, now}  -> a reply
-    heartbeat {node, since, parts, gone, digest, lives, now}                      -> a reply
+    register  {node, parts, numbers, aside, serial, guarded, signs, digest, lives, now, unlisted}  -> a reply
+    heartbeat {node, since, parts, gone, digest, lives, now, unlisted}            -> a reply
     leave     {node, retiring}                       -> {}
     a reply   {known, now, wanted, unwanted}
 "guarded" says whether the node requires tokens, and "signs" identifies the secret of its tickets. "lives" is the number
 of seconds after which the node counts as away unless another message comes. "digest" identifies the state of the node
 after this report, and "since" the report that it continues. "gone" are parts that the node has removed, and "aside"
-those that it could not read at its start. Of the reported parts, "wanted" are those of published versions, and
+those that it could not read at its start. "unlisted" is the number of published versions on the node of which no reply
+said what to do with them. Of the reported parts, "wanted" are those of published versions, and
 "unwanted" those to delete.
 `dissociated.control.roles` has the role that each action needs if the catalog checks tokens or a secret.
 
@@ -136,9 +137,10 @@ class CatalogService(ProcessBound):
             located, advertised = Uri.parse(uri).split_advertised()
             # gRPC would report the errors found here, with much else, on stderr.
             uri = _check_place(str(located) if advertised.host else uri)
+            self.uri = uri
             try:
                 self._flight = FlightServer(uri, **server_options(uri, security))
-                undo.callback(self._flight.shutdown)
+                undo.callback(self._shut_down, undo.pop_all().close)
                 # Otherwise early calls would wait for a catalog, and the shutdown for these calls.
                 undo.callback(self._flight.stop)
                 if is_unix(uri):
@@ -199,16 +201,21 @@ class CatalogService(ProcessBound):
         if self._ticker is not None:
             self._ticker.join(STOP_TIMEOUT)
         self.catalog.close()
-        stopping = threading.Thread(target=self._shut_down, name="catalog shutdown", daemon=True)
+        self._shut_down(self.catalog.release)
+
+    def _shut_down(self, release: Callable[[], None]) -> None:
+        """Stop answering, and call `release` after the last call, which this method awaits for a few seconds only."""
+
+        def wait_and_release() -> None:
+            self._flight.shutdown()
+            release()
+
+        stopping = threading.Thread(target=wait_and_release, name="catalog shutdown", daemon=True)
         stopping.start()
         stopping.join(STOP_TIMEOUT)
         if stopping.is_alive():
+            leak(self._flight)  # pyarrow would wait for the call again when this process exits.
             _log.warning("shutdown timed out, a client still has an open stream: catalog=%s", self.uri)
-
-    def _shut_down(self) -> None:
-        """Wait for the calls in progress, and release what they need."""
-        self._flight.shutdown()
-        self.catalog.release()
 
 
 def _advertised_uri(uri: str, port: int, advertise: str | None) -> str:

@@ -146,9 +146,12 @@ class Tables(ProcessBound):
         #: under `_lock` alone: it is read with the GIL, and SQLite's mutex may belong to a thread in `_checksum`, which
         #: waits for the GIL.
         self.changes = 0
+        #: Whether a damaged file was replaced by these tables when this process opened it.
+        self.replaces_damaged = False
         try:
             self._open()
         except CatalogDamaged as error:
+            self.replaces_damaged = True
             aside = _set_aside(Path(path))
             _log.error(
                 "the catalog's database is damaged and was set aside: path=%s aside=%s error=%s", *(path, aside), error
@@ -159,6 +162,7 @@ class Tables(ProcessBound):
         self.bind_to_process()
 
     def _open(self) -> None:
+        is_new = self._path == _MEMORY or not os.path.lexists(self._path)
         if self._path != _MEMORY:
             _close_to_others(Path(self._path))
         with self._errors(at_start=True):
@@ -166,7 +170,7 @@ class Tables(ProcessBound):
             try:
                 self._connection.row_factory = sqlite3.Row
                 self._connection.create_function("checksum", -1, _checksum)
-                self._prepare()
+                self._prepare(is_new)
             except BaseException:
                 self._connection.close()
                 raise
@@ -175,7 +179,7 @@ class Tables(ProcessBound):
         # In the child, SQLite would consider the locks of its parent its own, and remove the log that the parent uses.
         leak(self._connection)
 
-    def _prepare(self) -> None:
+    def _prepare(self, is_new: bool) -> None:
         self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = FULL")
@@ -183,6 +187,11 @@ class Tables(ProcessBound):
         schema = _schema_of(self._connection)
         names = {name for name, _ in schema}
         if not names and not schema_version:
+            if not is_new:
+                raise CatalogError(
+                    f"the catalog's database {self._path!r} is empty, as a failed copy is: restore another copy, or "
+                    "remove the file to begin with an empty catalog"
+                )
             self._create()
         elif not names >= {"nodes", "parts"} and not names >= {"versions", "commits"}:
             raise CatalogError(f"the catalog's database {self._path} has the tables of another program")
@@ -251,9 +260,15 @@ class Tables(ProcessBound):
             raise self._damaged(error) from None
         except sqlite3.Error as error:
             code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
-            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) and _is_ours(Path(self._path)):
+            is_damaged = code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+            # An open database was recognized when it was opened. To open and close its file would release its lock.
+            if is_damaged and (not at_start or _is_ours(Path(self._path))):
                 raise self._damaged(error) from None
-            hint = "; is another catalog using it?" if at_start else ""
+            hint = ""
+            if at_start and is_damaged:
+                hint = "; if it was the database of this catalog, move it away, and the nodes report their datasets"
+            elif at_start:
+                hint = "; is another catalog using it?"
             raise CatalogError(f"the catalog's database {self._path}: {error}{hint}") from None
 
     def run(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:

@@ -12,12 +12,14 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from dissociated.base.display import plural
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.holdings import Holdings
@@ -60,6 +62,7 @@ class UpstreamCatalog(Catalog):
         self._digest = ""
         self._reported_changes: int | None = None  # the number of changes to the store at the last report
         self._problem = ""  # the reason why the last report failed
+        self._unlisted_ids: set[str] = set()  # of published versions that the upstream neither lists nor deletes
         self._incarnation = secrets.token_hex(8)  # random for each process, since its count of changes starts at 0
 
     # Listing
@@ -195,15 +198,18 @@ class UpstreamCatalog(Catalog):
         """
         digest = f"{self._incarnation}:{changes}"
         sent_at = time.time()
-        reply = upstream.do_action(
-            action, {**body, "digest": digest, "lives": _MAX_MISSED * self.reconcile_interval, "now": sent_at}
-        )
+        state = {"digest": digest, "lives": _MAX_MISSED * self.reconcile_interval, "now": sent_at}
+        reply = upstream.do_action(action, {**body, **state, "unlisted": len(self._unlisted())})
         self._compare_clocks(sent_at, reply.get("now"))
         if not reply.get("known", True):
             return False
         # If the reply cannot be applied, everything is reported again: the upstream repeats the deletion only of parts
         # that it lists itself.
         self._digest, self._reported_changes = digest, None
+        known_ids = {*reply.get("wanted", {}), *reply["unwanted"]}
+        held_ids = {version["part"]["id"] for version in body["parts"] if not version["prepared"]}
+        earlier_ids = set() if action == "register" else self._unlisted_ids
+        self._unlisted_ids = (earlier_ids | held_ids) - known_ids
         self._backend.confirm(reply.get("wanted", {}))
         if reply["unwanted"]:
             try:
@@ -213,6 +219,15 @@ class UpstreamCatalog(Catalog):
                 raise
         self._reported_changes = changes
         return True
+
+    def _unlisted(self) -> list[Version]:
+        """Return the versions in the store that the upstream does not list, and does not want to be deleted.
+
+        Other rows have taken their place after the upstream lost its database, or only that database knew the other
+        parts of the dataset.
+        """
+        versions = (self._backend.store.version(id) for id in sorted(self._unlisted_ids))
+        return [version for version in versions if version is not None]
 
     def _compare_clocks(self, sent_at: float, upstream_time: object) -> None:
         """Judge tickets by the time of the upstream, which signs them.
@@ -271,7 +286,17 @@ class UpstreamCatalog(Catalog):
         return []
 
     def status(self) -> ServerStatus:
-        return replace(super().status(), problem=self._problem)
+        status = super().status()
+        if status.store is not None:
+            unlisted = []
+            for version in self._unlisted():
+                with suppress(StoreError):  # It was removed in the meantime.
+                    unlisted.append(
+                        f"{str(self._backend.store.location(version))!r} is set aside: it is version {version.number} "
+                        f"of {version.name!r} ({plural(version.rows or 0, 'row')}), which the catalog does not list"
+                    )
+            status = replace(status, store=replace(status.store, set_aside=(*status.store.set_aside, *unlisted)))
+        return replace(status, problem=self._problem)
 
 
 def _without_counter(info: flight.FlightInfo) -> flight.FlightInfo:

@@ -129,7 +129,10 @@ class Versions:
     # Version numbers
 
     def check_not_lost(self, name: str) -> None:
-        """Raise CatalogError if the rows to append to are lost: the new rows alone would become the dataset."""
+        """Raise CatalogError if the rows to append to are lost: the new rows alone would become the dataset.
+
+        After the database was found damaged, this may be so for any name that no node has reported since.
+        """
         lost = self._tables.run(
             "SELECT published FROM numbers WHERE name = :name AND lost > 0"
             " AND NOT EXISTS (SELECT 1 FROM versions WHERE name = :name AND replaced IS NULL)",
@@ -139,6 +142,13 @@ class Versions:
             raise CatalogError(
                 f"{name!r} cannot be appended to: version {lost['published']} was evicted, or lost with its node, "
                 "so the new rows alone would become the dataset; put all rows again, with the mode overwrite"
+            )
+        sql = "SELECT 1 FROM numbers WHERE name = ? AND published > 0"
+        if self._tables.replaces_damaged and not self._tables.all(sql, name):
+            raise CatalogError(
+                f"{name!r} cannot be appended to: the catalog's database was damaged, and a node that has not reported "
+                "since may have rows of this dataset; put all rows with the mode overwrite, or restart the catalog "
+                "once all nodes have reported"
             )
 
     def next_number(self, name: str) -> int:
@@ -175,6 +185,20 @@ class Versions:
         """Return whether the current version of `name` is overtaken: see `Origin`."""
         sql = "SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL AND origin & ?"
         return bool(self._tables.all(sql, name, Origin.OVERTAKEN))
+
+    def is_outdated(self, name: str, number: int, base: int | None) -> bool:
+        """Return whether a node has reported another version since `number` was assigned to a commit.
+
+        Args:
+            name: The name of the dataset.
+            number: The number of the version that the commit makes.
+            base: The number of the version that the commit appends to; 0 if there was none, None if it replaces any.
+        """
+        sql = "SELECT 1 FROM numbers WHERE name = ? AND (last > ? OR published >= ?)"
+        if self._tables.all(sql, name, number, number):
+            return True
+        sql = "SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL AND number != ?"
+        return base is not None and bool(self._tables.all(sql, name, base))
 
     def _publish_number(self, name: str, number: int, lost: bool) -> None:
         """Record the last published version of `name`, and whether it was lost.

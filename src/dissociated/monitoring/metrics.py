@@ -74,7 +74,11 @@ class _Collector:
                 ("store_limit_bytes", "Limit of the store in bytes, if there is one", now.store.limit),
                 ("store_free_bytes", "Free bytes in the file system of the store", now.store.free),
                 ("store_room_bytes", "Bytes that the store can still take", now.store.room),
-                ("store_set_aside", "Entries of the store that cannot be served", len(now.store.set_aside)),
+                (
+                    "store_set_aside",
+                    "Entries of the store that cannot be read, or that the catalog does not list",
+                    len(now.store.set_aside),
+                ),
             ):
                 yield family(GaugeMetricFamily, name, text, [], ([], value))
         if now.nodes:

@@ -162,7 +162,8 @@ class NodeStatus:
         id: The id of the node, for `dissociated forget`.
         clock: The number of seconds by which its clock is ahead of the catalog's.
         registered: Whether the catalog uses the node. If False, its registration was refused.
-        problem: The reason of the refusal, or a sentence about the clock; empty if all is well.
+        problem: The reason of the refusal, or sentences about the clock and about versions that the node holds and the
+            catalog does not list; empty if all is well.
     """
 
     host: str
@@ -182,8 +183,8 @@ class StoreStatus:
     Attributes:
         held: The number of bytes in the store.
         limit: The maximum number of bytes; None if there is no limit.
-        set_aside: A sentence for each entry of the store that is invalid or could not be read at the start. Such
-            entries are not served.
+        set_aside: A sentence for each entry of the store that is invalid, could not be read at the start, or is a
+            version that the catalog does not list. Such entries are not served under their names.
         free: The number of free bytes in the file system of the store; None if that is unlimited or unknown.
         directory: The path of the store on its host.
         log: The path of the node's log; empty if it was not started in the background.

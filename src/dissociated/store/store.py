@@ -211,6 +211,12 @@ class Store(ProcessBound):
                 self._cache.put(version.id, segments)
             return segments
 
+    def location(self, version: Version) -> Path:
+        """Return the directory with the segments of a version. Raises StoreError if the version is gone."""
+        with self._locked:
+            _, place = self._places.find(version)
+            return next((path.parent.resolve() for path in place.files(version)), self.directory)
+
     @property
     def set_aside(self) -> Sequence[SetAside]:
         """The entries of `segments/` that were no versions, or could not be read, when the store was opened."""
