@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, Stor
 from dissociated.memory.shared import Backing
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
-from dissociated.store.handover import hand_over
+from dissociated.store.handover import HandoverListener, hand_over
 from dissociated.store.store import Store
 from memory.maps import origins
 from support.helpers import PATIENCE, Serve, commit_of, descriptors, leaving_nothing, wait_until
@@ -391,6 +392,27 @@ def test_a_server_without_a_store_takes_no_memory_of_others() -> None:
         pytest.raises(CatalogError, match="no node on this host"),
     ):
         client.hand_over(descriptor)
+
+
+def test_a_listener_does_not_wait_for_long_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full store asks its catalog, which may not answer for a minute."""
+    monkeypatch.setattr("dissociated.store.handover.STOP_TIMEOUT", 0.01)
+    is_waiting, has_answered = threading.Event(), threading.Event()
+
+    def take(descriptor: int) -> str:
+        is_waiting.set()
+        assert has_answered.wait(PATIENCE)
+        return "name"
+
+    path = tmp_path / "memfd.sock"
+    with leaving_nothing(), memfd(table(1)) as descriptor, ThreadPoolExecutor() as pool:
+        listener = HandoverListener(path, take)
+        taken = pool.submit(hand_over, str(path), descriptor, PATIENCE)
+        assert is_waiting.wait(PATIENCE)
+        pool.submit(listener.close).result(PATIENCE / 2)
+        assert not path.exists()
+        has_answered.set()
+        assert taken.result(PATIENCE) == "name"
 
 
 def test_a_node_that_is_gone_is_told(tmp_path: Path) -> None:
