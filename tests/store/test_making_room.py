@@ -133,6 +133,32 @@ def test_a_segment_that_two_versions_have_comes_back_with_the_last_of_them(memor
         assert names(store) == ["b"]
 
 
+def test_a_file_counts_while_a_writer_renames_it(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be missing from the total if it was listed nowhere, and another writer would get its room."""
+    walk, lstat = os.walk, os.lstat
+
+    def walk_before_a_writer_begins(directory: str) -> Iterator[object]:
+        yield from walk(directory)
+        monkeypatch.setattr(os, "walk", walk)
+        writers.append(store.writer("w", SCHEMA))
+
+    def lstat_after_the_writer_has_ended(path: str) -> os.stat_result:
+        monkeypatch.setattr(os, "lstat", lstat)
+        writers.pop().close()
+        return lstat(path)
+
+    with Store(memory / "store", 64 * MIB) as store:
+        writers: list[SegmentWriter] = []
+        store.remove(put(store, "a", 2))
+        monkeypatch.setattr(os, "walk", walk_before_a_writer_begins)
+        assert store.usage().total >= 2 * MIB  # the writer takes the file from the trash
+        assert writers
+        writers[0].write_table(LARGE)
+        monkeypatch.setattr(os, "lstat", lstat_after_the_writer_has_ended)
+        assert store.usage().total >= 5 * MIB
+        assert not writers
+
+
 def test_indexes_survive_commits_removals_and_a_restart(memory: Path) -> None:
     """The store's indexes by key, name and bytes survive commits and removals in any order, and a restart."""
     with Store(memory / "store") as store:

@@ -405,9 +405,9 @@ class Places:
     def usage(self, limit: int | None) -> Usage:
         """Return the bytes that the store takes now, with its `limit`."""
         committed = self.blocks[self.directory]
+        in_trash = sizes(self.directory.trash)  # first: a writer may take a file from there into `staging`
         staged = {inode: size for inode, size in sizes(self.directory.staging).items() if inode not in committed}
-        removed = {inode: size for inode, size in sizes(self.directory.trash).items() if inode not in committed}
-        removed = {inode: size for inode, size in removed.items() if inode not in staged}
+        removed = {inode: size for inode, size in in_trash.items() if inode not in committed and inode not in staged}
         memfd_blocks = self.blocks[self.memfds]
         memfds_staged, memfds_removed = self.memfds.uncommitted(memfd_blocks)
         return Usage(
