@@ -159,6 +159,23 @@ def test_a_file_counts_while_a_writer_renames_it(memory: Path, monkeypatch: pyte
         assert not writers
 
 
+@pytest.mark.parametrize("same_file_system", [True, False])
+def test_a_spilled_dataset_can_grow_beyond_the_memory(memory: Path, tmp_path: Path, same_file_system: bool) -> None:
+    disk = (memory if same_file_system else tmp_path) / "disk"
+    with Store(memory / "store", 5 * MIB, Policy.SPILL, disk) as store:
+        versions = [put(store, "log", 2, append=True) for _ in range(4)]
+        put(store, "other", 4)
+        assert store.usage().total <= 5 * MIB
+        assert store.usage().spilled >= 8 * MIB
+        store.remove(*versions[:-1])
+        latest = versions[-1]
+    with Store(memory / "store", 5 * MIB, Policy.SPILL, disk) as store:
+        assert store.current("log") == latest
+        tables = [pa.ipc.open_stream(segment.region.memory).read_all() for segment in store.segments(latest)]
+        assert pa.concat_tables(tables).num_rows == latest.rows == 8 * MIB // 8
+        assert names_on_disk(disk) == {latest.id}
+
+
 def test_indexes_survive_commits_removals_and_a_restart(memory: Path) -> None:
     """The store's indexes by key, name and bytes survive commits and removals in any order, and a restart."""
     with Store(memory / "store") as store:

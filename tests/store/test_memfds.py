@@ -231,12 +231,12 @@ def test_an_ipc_file_is_copied_to_its_last_byte(memory: Path, tmp_path: Path) ->
     content = sink.getvalue().to_pybytes()
     with Store(memory / "store", 4 * MIB, Policy.SPILL, tmp_path / "disk") as store, memfd(content) as descriptor:
         handed_over = store.hand_over(descriptor)
-        for number, names in enumerate(([handed_over, "0"], ["1"])):
+        for number, (place, names) in enumerate(((store.directory, [handed_over, "0"]), (tmp_path / "disk", ["1"]))):
             with store.writer(f"{number}", SCHEMA) as segment:
                 segment.write_table(table(3))
             version = store.commit(commit_of("d", names, mode="append", key=f"{number}"))
             assert [segment.rows for segment in store.segments(version)] == [2, 1, 1][: number + 2]
-            assert (store.directory / "segments" / version.id / "0000.arrows").read_bytes() == content
+            assert (place / "segments" / version.id / "0000.arrows").read_bytes() == content
             store.ensure_room("other", 4 * MIB)
             assert store.usage().spilled > 0
 

@@ -394,7 +394,8 @@ class Store(ProcessBound):
                 prepared=prepared,
                 segments_digest=digest,
             )
-            self._places.commit(version, paths, self._quota.copy)
+            on_disk = previous is not None and not self._places.in_memory(previous)
+            self._places.commit(version, paths, self._quota.copy, on_disk)
             if pending:
                 version = self._places.mark(version, prepared=True)
             self._unstage_committed(names)
