@@ -181,11 +181,14 @@ class CatalogService(ProcessBound):
                 self._attempt("sweep", self.catalog.holdings.backend.sweep)
 
     def _attempt(self, step: str, function: Callable[[], None]) -> None:
-        """Call `function`, and log its error. The step is repeated in any case."""
+        """Call `function` until the service is closed, and log its error. The step is repeated in any case."""
+        if self._stopped.is_set():
+            return
         try:
             function()
         except DissociatedError as error:
-            _log.warning("periodic step failed: step=%s catalog=%s error=%s", step, self.uri, error)
+            if not self._stopped.is_set():  # else the step came too late, and the store may be closed
+                _log.warning("periodic step failed: step=%s catalog=%s error=%s", step, self.uri, error)
         except Exception:
             _log.exception("periodic step failed: step=%s catalog=%s", step, self.uri)
 

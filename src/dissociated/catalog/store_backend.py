@@ -172,9 +172,9 @@ class StoreBackend(Backend):
                 self.store.confirm(version, whole)
 
     def sweep(self) -> None:
+        self.store.sweep()  # first, since it raises if the store is closed
         with suppress(OSError):  # It shows since when no node has served the store.
             os.utime(self.store.directory)
-        self.store.sweep()
         for id in {*self._refused}:
             self._remove_refused(id)
 

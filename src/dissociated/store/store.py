@@ -30,11 +30,12 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
 
@@ -96,6 +97,7 @@ class Store(ProcessBound):
             )
         self._staging_timeout = staging_timeout
         self._lock = threading.RLock()
+        self._is_closed = False
         with ExitStack() as undo:
             locked = undo.enter_context(Directory(Path(directory)))
             disk = undo.enter_context(Directory(Path(spill))) if spill is not None else None
@@ -116,10 +118,17 @@ class Store(ProcessBound):
         self.bind_to_process()
 
     @property
-    def _locked(self) -> AbstractContextManager[object]:
-        """The lock of the store's state in this process. Raises ForkedError in a forked child."""
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The lock of the store's state in this process.
+
+        Raises ForkedError in a forked child, and StoreError if the store is closed: its directory may have a new owner.
+        """
         self.check_process()
-        return self._lock
+        with self._lock:
+            if self._is_closed:
+                raise StoreError(f"the store {str(self.directory)!r} is closed in this process")
+            yield
 
     @property
     def directory(self) -> Path:
@@ -521,7 +530,9 @@ class Store(ProcessBound):
         """Unlock the directory, so that another process can own it. Files stay; memfds are closed."""
         if self.is_inherited:
             return
-        self._undo.close()
+        with self._lock:  # an operation in progress ends first
+            self._is_closed = True
+            self._undo.close()
 
     def __enter__(self) -> Store:
         return self
