@@ -66,6 +66,27 @@ def test_nothing_is_evicted_if_that_would_not_make_enough_room(memory: Path, tmp
         assert [version for version in (a, b, c) if store.version(version.id) and version.id not in spilled] == [b, c]
 
 
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_an_append_does_not_evict_the_rows_that_it_appends_to(memory: Path, transport: str) -> None:
+    """The oldest dataset is the one that grows. What can never fit beside its rows evicts nothing."""
+    rows = [LARGE.slice(0, mib * MIB // 8) for mib in range(6)]
+    with Node(Store(memory / "store", 10 * MIB, Policy.EVICT), ["shm:"]) as node, dis.connect(node.uri) as client:
+
+        def listed() -> dict[str, int | None]:
+            return {info.name: info.rows for info in client.list()}
+
+        client.put("log", rows[3])
+        client.put("other", rows[5])
+        with pytest.raises(DissociatedError, match=r"'log', to which it appends, .* can never fit$"):
+            client.put("log", pa.concat_tables([rows[4], rows[4]]), mode="append", transport=transport)
+        assert listed() == {"log": 3 * MIB // 8, "other": 5 * MIB // 8}
+        client.put("log", rows[3], mode="append", transport=transport)
+        assert listed() == {"log": 6 * MIB // 8}
+        with pytest.raises(DissociatedError, match="can never fit"):
+            client.put("log", rows[5].to_reader(), mode="append", transport=transport)  # a source of unknown size
+        assert client.read("log").read_all() == pa.concat_tables([rows[3], rows[3]])
+
+
 @pytest.mark.parametrize("medium", media(("ucx", "fabric")))
 def test_what_clients_fetch_from_stays_where_it_is_unless_it_goes(memory: Path, medium: str) -> None:
     """A put that cannot fit withdraws nothing; a put that can withdraws the versions that make room, and no others."""
@@ -429,3 +450,4 @@ def test_a_catalog_that_is_gone_hides_no_full_store(memory: Path) -> None:
         upstream.close()
         with dis.connect(node.uri) as client, pytest.raises(CatalogError, match=r"is full: .* not committed yet"):
             client.put("c", LARGE)
+        assert names(node.store) == ["a", "b"]

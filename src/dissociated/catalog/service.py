@@ -16,7 +16,7 @@ The criteria of ListFlights are JSON too: {"prefix": P, "tags": {...}}.
 
 The bodies and results of actions are JSON, except for the actions that Flight defines:
     stage     {host, boot_id}           -> {directory, host, boot_id, node, flight, limited, inode, handover}
-    reserve   {segment, size, wish}                  -> {size}
+    reserve   {segment, size, wish, appends}         -> {size}
     commit    {name, segments, append, schema, key, tags, ttl}  -> {}
     discard   {segments}                             -> {}
     committed {key}                                  -> {committed}
@@ -41,6 +41,8 @@ after this report, and "since" the report that it continues. "gone" are parts th
 those that it could not read at its start. Of the reported parts, "wanted" are those of published versions, and
 "unwanted" those to delete.
 `dissociated.control.roles` has the role that each action needs if the catalog checks tokens or a secret.
+
+"appends" is the name of the dataset that the segment will be appended to, or missing.
 
 A segment in `commit` is the name of a segment in the stage of this catalog's own node, or {node, segment}. A catalog
 can have many nodes. A catalog that is created with an `upstream` is a node of that catalog and forwards calls to it.

@@ -60,8 +60,21 @@ from dissociated.store.trash import reuse_bytes
 
 _log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 #: Seconds after which a finished segment that was never committed is removed.
 STAGING_TIMEOUT = 86_400.0
+
+
+def _makes_room(method: Callable[Concatenate[Store, P], T]) -> Callable[Concatenate[Store, P], T]:
+    """Decorate a method that may need evictions which must be announced without the lock: see `Eviction.run`."""
+
+    @wraps(method)
+    def run(store: Store, /, *args: P.args, **options: P.kwargs) -> T:
+        return store.eviction.run(lambda: method(store, *args, **options), lambda: store._locked)
+
+    return run
 
 
 class Store(ProcessBound):
@@ -244,13 +257,16 @@ class Store(ProcessBound):
         """
         return SegmentWriter(self._directory.staged_path(name), schema, options, reserve or self.reserve)
 
-    def reserve(self, name: str, size: int, wish: int = 0) -> int:
+    @_makes_room
+    def reserve(self, name: str, size: int, wish: int = 0, appends_to: str = "") -> int:
         """Allocate blocks for a staged file, so that a later write fails neither by the limit nor by a full disk.
 
         Args:
             name: The name of the file in the staging directory.
             size: The bytes that the file needs. Versions are evicted for them if the policy allows.
             wish: The bytes that the file could use. Nothing is evicted for the part beyond `size`.
+            appends_to: The name of the dataset that the file will be appended to, which is not evicted for it; empty
+                if there is none.
 
         Returns:
             The bytes that the file has room for: `wish`, or `size` rounded up to pages.
@@ -259,17 +275,20 @@ class Store(ProcessBound):
             StoreFull: There is no room for `size` bytes, and none can be made now.
         """
         with self._locked:
-            return self._quota.reserve(name, size, wish)
+            return self._quota.reserve(name, size, wish, appends_to)
 
-    def ensure_room(self, name: str, size: int) -> None:
+    @_makes_room
+    def ensure_room(self, name: str, size: int, appends_to: str = "") -> None:
         """Make room for `size` bytes of `name` that are about to be written. Evict nothing if they cannot all fit.
 
         A writer that knows its total size calls this first. Otherwise, versions could be evicted for the beginning of a
-        segment that turns out not to fit. Raises StoreFull if there is no room, and none can be made now.
+        segment that turns out not to fit. For `appends_to` see `reserve`. Raises StoreFull if there is no room, and
+        none can be made now.
         """
         with self._locked:
-            self._quota.ensure_room(name, size)
+            self._quota.ensure_room(name, size, appends_to)
 
+    @_makes_room
     def hand_over(self, descriptor: int) -> str:
         """Stage a sealed memfd as a segment, without a copy. Its memory counts against the limit.
 
@@ -298,6 +317,7 @@ class Store(ProcessBound):
                 self._memfds.discard(memfd)
                 raise
 
+    @_makes_room
     def commit(
         self,
         commit: Commit,
@@ -376,7 +396,7 @@ class Store(ProcessBound):
                 if commit.schema is None:
                     raise StoreError(f"the commit of {commit.name!r} has neither segments nor a schema: add the schema")
                 names = [f"{secrets.token_hex(8)}.arrows"]
-                self.writer(names[0], commit.schema).close()
+                self.writer(names[0], commit.schema, reserve=self._quota.reserve).close()  # with the lock
                 paths = [self._directory.staged_path(names[0])]
             before = () if previous is None else (*previous.before, previous.key)
             if before and new_lineage:
