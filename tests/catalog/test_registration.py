@@ -24,7 +24,7 @@ from dissociated.catalog.database import Database
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.versions import FOREVER
-from dissociated.control.commit import Commit
+from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.version import NodeRecord, Part
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, NodeUnreachable, StoreError
 from dissociated.node.node import Node
@@ -150,6 +150,34 @@ def test_what_was_evicted_is_told(memory: Path) -> None:
             put(pair.node.uri, name, table(1))
             pair.tell()
         pair.check({"c": 1})
+        with dis.connect(pair.catalog.uri) as client:
+            client.commit(dis.Commit("empty", [StagedSegment("", pair.node.store.id)], SCHEMA))
+            assert [info.name for info in client.list()] == ["empty"]
+
+
+def test_nothing_is_evicted_before_the_catalog_has_recorded_it(memory: Path) -> None:
+    """The message is lost, or the answer, or the node is killed before the eviction."""
+    with ExitStack() as running:
+        pair = Pair(memory, running, limit=3 * mmap.PAGESIZE // 2)
+        put(pair.node.uri, "a", table(1))
+        pair.tell()
+        for Catalog.losing in ("message", "answer"):
+            with pytest.raises(CatalogError, match=r"stay until the catalog has recorded that: .* lost on the way"):
+                put(pair.node.uri, "b", table(2))
+            Catalog.losing = ""
+            pair.tell()
+            pair.check({"a": 1})
+        with Fault(str(memory / "store" / "segments"), operations=("rename",)):
+            with pytest.raises(CatalogError, match="removing 'a'"):
+                put(pair.node.uri, "b", table(2))
+            assert pair.catalog.catalog.current(["a"]) == {}
+            pair.node.close()
+        pair.start_node()
+        pair.tell()
+        pair.check({"a": 1})
+        put(pair.node.uri, "b", table(2))
+        pair.tell()
+        pair.check({"b": 2})
 
 
 def test_a_handle_that_was_made_while_its_node_was_away_reads_when_it_is_back(memory: Path) -> None:

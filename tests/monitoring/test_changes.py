@@ -168,4 +168,4 @@ def test_a_catalog_counts_what_it_decides_and_a_node_what_its_store_does(
             assert catalog.catalog.status().changed == ChangeCounts(committed=3, evicted=1, dropped=1)
     finally:
         catalog.close()
-    assert [one[:3] for one in told if one[0] == "evicted"] == [("evicted", "a", None), ("evicted", "a", 1)]
+    assert [one[:3] for one in told if one[0] == "evicted"] == [("evicted", "a", 1), ("evicted", "a", None)]

@@ -66,6 +66,27 @@ def test_nothing_is_evicted_if_that_would_not_make_enough_room(memory: Path, tmp
         assert [version for version in (a, b, c) if store.version(version.id) and version.id not in spilled] == [b, c]
 
 
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_an_append_does_not_evict_the_rows_that_it_appends_to(memory: Path, transport: str) -> None:
+    """The oldest dataset is the one that grows. What can never fit beside its rows evicts nothing."""
+    rows = [LARGE.slice(0, mib * MIB // 8) for mib in range(6)]
+    with Node(Store(memory / "store", 10 * MIB, Policy.EVICT), ["shm:"]) as node, dis.connect(node.uri) as client:
+
+        def listed() -> dict[str, int | None]:
+            return {info.name: info.rows for info in client.list()}
+
+        client.put("log", rows[3])
+        client.put("other", rows[5])
+        with pytest.raises(DissociatedError, match=r"'log', to which it appends, .* can never fit$"):
+            client.put("log", pa.concat_tables([rows[4], rows[4]]), mode="append", transport=transport)
+        assert listed() == {"log": 3 * MIB // 8, "other": 5 * MIB // 8}
+        client.put("log", rows[3], mode="append", transport=transport)
+        assert listed() == {"log": 6 * MIB // 8}
+        with pytest.raises(DissociatedError, match="can never fit"):
+            client.put("log", rows[5].to_reader(), mode="append", transport=transport)  # a source of unknown size
+        assert client.read("log").read_all() == pa.concat_tables([rows[3], rows[3]])
+
+
 @pytest.mark.parametrize("medium", media(("ucx", "fabric")))
 def test_what_clients_fetch_from_stays_where_it_is_unless_it_goes(memory: Path, medium: str) -> None:
     """A put that cannot fit withdraws nothing; a put that can withdraws the versions that make room, and no others."""
@@ -131,6 +152,49 @@ def test_a_segment_that_two_versions_have_comes_back_with_the_last_of_them(memor
         store.eviction.in_use = lambda version: False
         store.reserve("w", 9 * MIB)
         assert names(store) == ["b"]
+
+
+def test_a_file_counts_while_a_writer_renames_it(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be missing from the total if it was listed nowhere, and another writer would get its room."""
+    walk, lstat = os.walk, os.lstat
+
+    def walk_before_a_writer_begins(directory: str) -> Iterator[object]:
+        yield from walk(directory)
+        monkeypatch.setattr(os, "walk", walk)
+        writers.append(store.writer("w", SCHEMA))
+
+    def lstat_after_the_writer_has_ended(path: str) -> os.stat_result:
+        monkeypatch.setattr(os, "lstat", lstat)
+        writers.pop().close()
+        return lstat(path)
+
+    with Store(memory / "store", 64 * MIB) as store:
+        writers: list[SegmentWriter] = []
+        store.remove(put(store, "a", 2))
+        monkeypatch.setattr(os, "walk", walk_before_a_writer_begins)
+        assert store.usage().total >= 2 * MIB  # the writer takes the file from the trash
+        assert writers
+        writers[0].write_table(LARGE)
+        monkeypatch.setattr(os, "lstat", lstat_after_the_writer_has_ended)
+        assert store.usage().total >= 5 * MIB
+        assert not writers
+
+
+@pytest.mark.parametrize("same_file_system", [True, False])
+def test_a_spilled_dataset_can_grow_beyond_the_memory(memory: Path, tmp_path: Path, same_file_system: bool) -> None:
+    disk = (memory if same_file_system else tmp_path) / "disk"
+    with Store(memory / "store", 5 * MIB, Policy.SPILL, disk) as store:
+        versions = [put(store, "log", 2, append=True) for _ in range(4)]
+        put(store, "other", 4)
+        assert store.usage().total <= 5 * MIB
+        assert store.usage().spilled >= 8 * MIB
+        store.remove(*versions[:-1])
+        latest = versions[-1]
+    with Store(memory / "store", 5 * MIB, Policy.SPILL, disk) as store:
+        assert store.current("log") == latest
+        tables = [pa.ipc.open_stream(segment.region.memory).read_all() for segment in store.segments(latest)]
+        assert pa.concat_tables(tables).num_rows == latest.rows == 8 * MIB // 8
+        assert names_on_disk(disk) == {latest.id}
 
 
 def test_indexes_survive_commits_removals_and_a_restart(memory: Path) -> None:
@@ -386,3 +450,4 @@ def test_a_catalog_that_is_gone_hides_no_full_store(memory: Path) -> None:
         upstream.close()
         with dis.connect(node.uri) as client, pytest.raises(CatalogError, match=r"is full: .* not committed yet"):
             client.put("c", LARGE)
+        assert names(node.store) == ["a", "b"]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, Stor
 from dissociated.memory.shared import Backing
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
-from dissociated.store.handover import hand_over
+from dissociated.store.handover import HandoverListener, hand_over
 from dissociated.store.store import Store
 from memory.maps import origins
 from support.helpers import PATIENCE, Serve, commit_of, descriptors, leaving_nothing, wait_until
@@ -254,12 +255,12 @@ def test_an_ipc_file_is_copied_to_its_last_byte(memory: Path, tmp_path: Path) ->
     content = sink.getvalue().to_pybytes()
     with Store(memory / "store", 4 * MIB, Policy.SPILL, tmp_path / "disk") as store, memfd(content) as descriptor:
         handed_over = store.hand_over(descriptor)
-        for number, names in enumerate(([handed_over, "0"], ["1"])):
+        for number, (place, names) in enumerate(((store.directory, [handed_over, "0"]), (tmp_path / "disk", ["1"]))):
             with store.writer(f"{number}", SCHEMA) as segment:
                 segment.write_table(table(3))
             version = store.commit(commit_of("d", names, mode="append", key=f"{number}"))
             assert [segment.rows for segment in store.segments(version)] == [2, 1, 1][: number + 2]
-            assert (store.directory / "segments" / version.id / "0000.arrows").read_bytes() == content
+            assert (place / "segments" / version.id / "0000.arrows").read_bytes() == content
             store.ensure_room("other", 4 * MIB)
             assert store.usage().spilled > 0
 
@@ -426,6 +427,27 @@ def test_a_server_without_a_store_takes_no_memory_of_others() -> None:
         pytest.raises(CatalogError, match="no node on this host"),
     ):
         client.hand_over(descriptor)
+
+
+def test_a_listener_does_not_wait_for_long_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full store asks its catalog, which may not answer for a minute."""
+    monkeypatch.setattr("dissociated.store.handover.STOP_TIMEOUT", 0.01)
+    is_waiting, has_answered = threading.Event(), threading.Event()
+
+    def take(descriptor: int) -> str:
+        is_waiting.set()
+        assert has_answered.wait(PATIENCE)
+        return "name"
+
+    path = tmp_path / "memfd.sock"
+    with leaving_nothing(), memfd(table(1)) as descriptor, ThreadPoolExecutor() as pool:
+        listener = HandoverListener(path, take)
+        taken = pool.submit(hand_over, str(path), descriptor, PATIENCE)
+        assert is_waiting.wait(PATIENCE)
+        pool.submit(listener.close).result(PATIENCE / 2)
+        assert not path.exists()
+        has_answered.set()
+        assert taken.result(PATIENCE) == "name"
 
 
 def test_a_node_that_is_gone_is_told(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +94,33 @@ def test_commits_survive_the_reopening_of_a_store(memory: Path) -> None:
             assert len(version.ticket) == 16
             assert numbers(store, version) == [1, 2, 3]
             assert [segment.rows for segment in store.segments(version)] == [2, 1]
+
+
+def test_a_closed_store_does_nothing_to_the_next_owner(memory: Path) -> None:
+    """Threads of its process may be late."""
+    with Store(memory) as first:
+        version = put(first, "a", 1)
+        commit = commit_of("b", [write(first, "staged", 2)], key="b")
+    with Store(memory) as second:
+        draft = second.staging / "00000000000001-abcdef.new"  # as if it was committing
+        draft.mkdir()
+        before = files(memory)
+        acts: list[Callable[[], object]] = [
+            first.sweep,
+            first.clear,
+            lambda: first.remove(version),
+            lambda: first.discard(["staged"]),
+            lambda: first.commit(commit),
+            lambda: first.confirm(version, whole=False),
+            lambda: first.use_number("c", 7),
+            lambda: first.segments(version),
+            lambda: write(first, "new", 1),
+        ]
+        for number, act in enumerate(acts):
+            with case(number), pytest.raises(StoreError, match="is closed in this process"):
+                act()
+        assert files(memory) == before
+        assert draft.exists()
 
 
 def test_everything_is_closed_to_others_and_segments_are_read_only(memory: Path) -> None:

@@ -203,7 +203,7 @@ class DatasetWrite:
         # A repeated task has a segment of its own.
         segment = f"{self.commit.key}-{task:06}.{secrets.token_hex(8)}.arrows"
         with (
-            staged_file(stage, segment, self.client.with_uri) as (path, reserve),
+            staged_file(stage, segment, self.client.with_uri, self.commit) as (path, reserve),
             SegmentWriter(path, schema, reserve=reserve) as writer,
         ):
             for table in chain([first], nonempty):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,15 +125,20 @@ class Backend(ABC):
         """Return the directory in which writers put segments. Raise CatalogError if this backend has none."""
 
     @abstractmethod
-    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
-        """Return a writer of the segment `name` in that directory."""
+    def writer(
+        self, name: str, schema: pa.Schema, options: WriteOptions | None = None, appends_to: str = ""
+    ) -> SegmentWriter:
+        """Return a writer of the segment `name` in that directory. For `appends_to` see `Store.reserve`."""
 
-    def reserve(self, name: str, size: int, wish: int) -> int:
+    def reserve(self, name: str, size: int, wish: int, appends_to: str = "") -> int:
         """Reserve room for a segment. See `Store.reserve`."""
         return wish
 
-    def ensure_room(self, name: str, size: int) -> None:
+    def ensure_room(self, name: str, size: int, appends_to: str = "") -> None:
         """Make room for a segment, or raise. See `Store.ensure_room`."""
+
+    def announce_evictions(self, announce: Callable[[Sequence[Version]], AbstractContextManager[object]]) -> None:
+        """Have `announce` called before versions are evicted. See `Eviction`."""
 
     @abstractmethod
     def prepare(
@@ -205,10 +211,12 @@ class NoBackend(Backend):
     def directory(self) -> Path:
         raise self._refusal()
 
-    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
+    def writer(
+        self, name: str, schema: pa.Schema, options: WriteOptions | None = None, appends_to: str = ""
+    ) -> SegmentWriter:
         raise self._refusal()
 
-    def reserve(self, name: str, size: int, wish: int) -> int:
+    def reserve(self, name: str, size: int, wish: int, appends_to: str = "") -> int:
         raise self._refusal("the node that the segment is on")
 
     def prepare(
@@ -232,7 +240,9 @@ class StageBackend(Backend):
     def directory(self) -> Path:
         return self._stage.directory
 
-    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
+    def writer(
+        self, name: str, schema: pa.Schema, options: WriteOptions | None = None, appends_to: str = ""
+    ) -> SegmentWriter:
         return SegmentWriter(self._stage.path(name), schema, options)
 
     def prepare(

@@ -206,8 +206,8 @@ class Catalog(ABC):
     ) -> dict[str, Any]:
         segment = StagedSegment(f"{secrets.token_hex(16)}.arrows", self.node.id)
         if isinstance(size := command.get("nbytes"), int):
-            self._backend.ensure_room(commit.name, size)
-        with self._backend.writer(segment.name, commit.schema) as writer:
+            self._backend.ensure_room(commit.name, size, commit.appends_to)
+        with self._backend.writer(segment.name, commit.schema, appends_to=commit.appends_to) as writer:
             for batch, metadata in pairs:
                 writer.write_batch(batch, metadata)
         if not command.get("staged"):
@@ -245,9 +245,9 @@ class Catalog(ABC):
             self._backend.handover,
         ).to_json()
 
-    def reserve(self, segment: str, size: int, wish: int) -> int:
-        """Reserve room for a segment in the stage, and return the number of bytes reserved."""
-        return self._backend.reserve(segment, size, wish)
+    def reserve(self, segment: str, size: int, wish: int, appends_to: str = "") -> int:
+        """Reserve room for a segment in the stage, and return the number of bytes reserved. See `Store.reserve`."""
+        return self._backend.reserve(segment, size, wish, appends_to)
 
     def discard(self, segments: Sequence[str]) -> None:
         """Remove segments from the stage."""

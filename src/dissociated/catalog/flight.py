@@ -264,7 +264,7 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
     return {
         "stage": (catalog.stage, "locate the directory for segments of writers"),
         "reserve": (
-            counted(lambda body: {"size": catalog.reserve(str(body["segment"]), int(body["size"]), int(body["wish"]))}),
+            counted(lambda body: {"size": _reserve(catalog, body)}),
             "reserve room for a segment in the stage",
         ),
         "commit": (
@@ -304,6 +304,10 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
             "between catalogs and nodes: deregister a node",
         ),
     }
+
+
+def _reserve(catalog: Catalog, body: _Body) -> int:
+    return catalog.reserve(str(body["segment"]), int(body["size"]), int(body["wish"]), str(body.get("appends", "")))
 
 
 def _only(body: _Body, key: str) -> str:

@@ -17,7 +17,7 @@ The criteria of ListFlights are JSON too: {"prefix": P, "tags": {...}}.
 
 The bodies and results of actions are JSON, except for the actions that Flight defines:
     stage     {host, boot_id}           -> {directory, host, boot_id, node, flight, limited, inode, handover}
-    reserve   {segment, size, wish}                  -> {size}
+    reserve   {segment, size, wish, appends}         -> {size}
     commit    {name, segments, append, schema, key, tags, ttl, exists}  -> {}
     discard   {segments}                             -> {}
     committed {key}                                  -> {committed}
@@ -43,6 +43,8 @@ those that it could not read at its start. "unlisted" is the number of published
 said what to do with them. Of the reported parts, "wanted" are those of published versions, and
 "unwanted" those to delete.
 `dissociated.control.roles` has the role that each action needs if the catalog checks tokens or a secret.
+
+"appends" is the name of the dataset that the segment will be appended to, or missing.
 
 A segment in `commit` is the name of a segment in the stage of this catalog's own node, or {node, segment}. If "exists"
 is true or false, the dataset must exist, or must not exist, when the commit is made; else the commit fails. A catalog
@@ -185,11 +187,14 @@ class CatalogService(ProcessBound):
                 self._attempt("sweep", self.catalog.holdings.backend.sweep)
 
     def _attempt(self, step: str, function: Callable[[], None]) -> None:
-        """Call `function`, and log its error. The step is repeated in any case."""
+        """Call `function` until the service is closed, and log its error. The step is repeated in any case."""
+        if self._stopped.is_set():
+            return
         try:
             function()
         except DissociatedError as error:
-            _log.warning("periodic step failed: step=%s catalog=%s error=%s", step, self.uri, error)
+            if not self._stopped.is_set():  # else the step came too late, and the store may be closed
+                _log.warning("periodic step failed: step=%s catalog=%s error=%s", step, self.uri, error)
         except Exception:
             _log.exception("periodic step failed: step=%s catalog=%s", step, self.uri)
 

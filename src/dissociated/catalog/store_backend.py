@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,14 +51,19 @@ class StoreBackend(Backend):
     def directory(self) -> Path:
         return self.store.staging
 
-    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
-        return self.store.writer(name, schema, options, self.reserve)
+    def writer(
+        self, name: str, schema: pa.Schema, options: WriteOptions | None = None, appends_to: str = ""
+    ) -> SegmentWriter:
+        return self.store.writer(name, schema, options, partial(self.reserve, appends_to=appends_to))
 
-    def reserve(self, name: str, size: int, wish: int) -> int:
-        return self._retry_when_full(lambda: self.store.reserve(name, size, wish))
+    def reserve(self, name: str, size: int, wish: int, appends_to: str = "") -> int:
+        return self._retry_when_full(lambda: self.store.reserve(name, size, wish, appends_to))
 
-    def ensure_room(self, name: str, size: int) -> None:
-        self._retry_when_full(lambda: self.store.ensure_room(name, size))
+    def ensure_room(self, name: str, size: int, appends_to: str = "") -> None:
+        self._retry_when_full(lambda: self.store.ensure_room(name, size, appends_to))
+
+    def announce_evictions(self, announce: Callable[[Sequence[Version]], AbstractContextManager[object]]) -> None:
+        self.store.eviction.announce = announce
 
     def _retry_when_full(self, operation: Callable[[], T]) -> T:
         """Run `operation`; if the store is full, reconcile with the catalog, which may free space, and retry once."""
@@ -172,9 +177,9 @@ class StoreBackend(Backend):
                 self.store.confirm(version, whole)
 
     def sweep(self) -> None:
+        self.store.sweep()  # first, since it raises if the store is closed
         with suppress(OSError):  # It shows since when no node has served the store.
             os.utime(self.store.directory)
-        self.store.sweep()
         for id in {*self._refused}:
             self._remove_refused(id)
 

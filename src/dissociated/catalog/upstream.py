@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from dissociated.control.descriptors import parse_get
 from dissociated.control.messages import parse_app_metadata
 from dissociated.control.version import NodeRecord, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DissociatedError, StoreError
+from dissociated.errors import AccessDenied, CatalogError, DissociatedError, StoreError, StoreFull
 from dissociated.monitoring.status import NodeStatus, ServerStatus
 
 _log = logging.getLogger(__name__)
@@ -58,12 +58,13 @@ class UpstreamCatalog(Catalog):
         super().__init__(node, holdings, security)
         self.reconcile_interval = heartbeat_interval  # reconciling sends the heartbeat
         self._upstream = Peer(upstream, security)
-        self._report_lock = threading.Lock()  # keeps reports in the order of the changes
+        self._report_lock = threading.RLock()  # keeps reports in the order of the changes
         self._digest = ""
         self._reported_changes: int | None = None  # the number of changes to the store at the last report
         self._problem = ""  # the reason why the last report failed
         self._unlisted_ids: set[str] = set()  # of published versions that the upstream neither lists nor deletes
         self._incarnation = secrets.token_hex(8)  # random for each process, since its count of changes starts at 0
+        self._backend.announce_evictions(self._announcing)
 
     # Listing
 
@@ -169,6 +170,36 @@ class UpstreamCatalog(Catalog):
                 self._problem = str(error)
                 raise
             self._problem = ""
+
+    @contextmanager
+    def _announcing(self, versions: Sequence[Version]) -> Iterator[None]:
+        """Report versions as gone, which are then evicted in the `with` block.
+
+        The upstream decides the order of evictions and appends: it refuses to append to a version that was reported as
+        gone. If it learned of an eviction later, it would first acknowledge an append to that version, and then have
+        the new rows deleted, too.
+
+        Raises:
+            StoreFull: The upstream has not confirmed the report.
+        """
+        with self._report_lock:
+            try:
+                self._report_changes()
+                since, self._reported_changes = self._digest, None  # If this fails, report what is still here.
+                changes, gone_ids = self._backend.store.changes, [version.id for version in versions]
+                body: dict[str, Any] = {"node": self.node.id, "since": since, "parts": [], "gone": gone_ids}
+                if not self._report(self._upstream, "heartbeat", changes, **body):
+                    raise CatalogError(f"the catalog at {self._upstream.uri} has just started again")
+            except DissociatedError as error:
+                raise StoreFull(
+                    f"the store {str(self._backend.store.directory)!r} is full, and the datasets that could be evicted "
+                    f"stay until the catalog has recorded that: {error}"
+                ) from error
+            try:
+                yield
+            except BaseException:
+                self._reported_changes = None
+                raise
 
     def _report_everything(self, changes: int) -> None:
         """Report everything that this node holds."""
@@ -280,7 +311,7 @@ class UpstreamCatalog(Catalog):
         return None  # Only the upstream knows numbers.
 
     def _on_parts_deleted(self, parts: Sequence[str]) -> None:
-        pass  # The next heartbeat reports the deletion.
+        pass  # Evictions were announced. The next heartbeat reports other deletions.
 
     def node_status(self) -> Sequence[NodeStatus]:
         return []

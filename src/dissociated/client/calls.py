@@ -241,9 +241,10 @@ class CatalogClient:
         place = StagePlace.parse(self.do_action("stage", caller_identity()))
         return place if place.flight else replace(place, flight=self.uri)
 
-    def reserve(self, segment: str, size: int, wish: int) -> int:
+    def reserve(self, segment: str, size: int, wish: int, appends_to: str = "") -> int:
         """Reserve room for a segment, as `Store.reserve` does. Writers in a limited stage call it before they write."""
-        return self._ask("reserve", {"segment": segment, "size": size, "wish": wish}, "size", int)
+        request = {"segment": segment, "size": size, "wish": wish, "appends": appends_to}
+        return self._ask("reserve", request, "size", int)
 
     def hand_over(self, descriptor: int) -> StagedSegment:
         """Give this host's node a sealed memfd with an Arrow IPC stream or file. The node serves it without a copy.

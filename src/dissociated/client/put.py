@@ -89,7 +89,7 @@ class Put:
     def _write_and_commit(self, client: CatalogClient, stage: StagePlace) -> int:
         segment = StagedSegment(f"{self.commit.key}-0.arrows", stage.node)
         validator = Validator(self.schema)
-        with staged_file(stage, segment.name, client.with_uri) as (path, reserve):
+        with staged_file(stage, segment.name, client.with_uri, self.commit) as (path, reserve):
             reserve_all = None if reserve is None else self._reserve_all(reserve)
             with SegmentWriter(path, self.schema, reserve=reserve_all) as writer:
                 for batch, metadata in self.pairs():

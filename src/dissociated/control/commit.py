@@ -113,6 +113,11 @@ class Commit:
         return self.mode == "append"
 
     @property
+    def appends_to(self) -> str:
+        """The name of the dataset if the segments follow those of its current version, or else an empty string."""
+        return self.name if self.append else ""
+
+    @property
     def segment_names(self) -> list[str]:
         """The names of the segments, in order."""
         return [segment.name for segment in self.segments]

@@ -17,7 +17,6 @@ import pyarrow as pa
 from dissociated.client.staging import staged_file
 from dissociated.errors import StoreError
 from dissociated.node.local import stage_here
-from dissociated.spark.catalog_config import CatalogConfig
 from dissociated.spark.exchange import pickled, unpickled
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import schema_from_json
@@ -55,7 +54,7 @@ class Writes:
         plan = unpickled(writer)
         if key is not None and is_committed(plan.target.catalog, key):
             return None
-        staged = _StagedSegment(plan.target.catalog, segment, plan.fitting.schema)
+        staged = _StagedSegment(plan.target, segment, plan.fitting.schema)
         try:
             position = staged.writer.nbytes
             place = {"path": staged.writer.path, "position": position, "room": staged.writer.reserve(position)}
@@ -91,11 +90,12 @@ class Writes:
 class _StagedSegment:
     """A segment in the stage of the node on this host, whose record batches the JVM writes."""
 
-    def __init__(self, catalog: CatalogConfig, segment: str, schema: pa.Schema) -> None:
+    def __init__(self, target: WriteTarget, segment: str, schema: pa.Schema) -> None:
+        catalog = target.catalog
         stage = catalog.retry(lambda: stage_here(catalog.uri, catalog.connect))
         self.node = stage.node
         with ExitStack() as stack:
-            path, reserve = stack.enter_context(staged_file(stage, segment, catalog.connect))
+            path, reserve = stack.enter_context(staged_file(stage, segment, catalog.connect, target.commit))
             self.writer = stack.enter_context(SharedSegmentWriter(path, schema, reserve))
             self._resources = stack.pop_all()
 

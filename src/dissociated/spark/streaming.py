@@ -78,7 +78,7 @@ class DatasetStreamWriter(DataSourceStreamArrowWriter):
             return TaskCommit(key, None)
         # An earlier run of the batch, by a killed driver, may have left segments of tasks with the same numbers.
         run = secrets.token_hex(4)
-        return TaskCommit(key, write_segment(self.catalog, f"{key}-{run}.", self.fitting, iterator))
+        return TaskCommit(key, write_segment(self.target, f"{key}-{run}.", self.fitting, iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
         """On the driver: publish the batch once and whole, and remove the remains of all its runs."""

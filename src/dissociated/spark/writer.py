@@ -58,13 +58,13 @@ _WRITTEN = pa.schema(
 )
 
 
-def write_segment(catalog: CatalogConfig, prefix: str, fitting: Fitting, iterator: Iterator[pa.RecordBatch]) -> Written:
+def write_segment(target: WriteTarget, prefix: str, fitting: Fitting, iterator: Iterator[pa.RecordBatch]) -> Written:
     """In a task: write its partition into a segment on this host.
 
     An exception leaves no file. A killed process leaves a file that its node removes.
 
     Args:
-        catalog: The catalog of the dataset.
+        target: The dataset.
         prefix: The beginning of the segment's name: the key of the commit, "-", and perhaps more without "-".
         fitting: The conversion of the batches to the schema of the dataset.
         iterator: The batches of the partition.
@@ -76,10 +76,11 @@ def write_segment(catalog: CatalogConfig, prefix: str, fitting: Fitting, iterato
     first = next(batches, None)
     if first is None:
         return Written(partition, None, None, 0, 0)
+    catalog = target.catalog
     stage = catalog.retry(lambda: stage_here(catalog.uri, catalog.connect))
     segment = f"{prefix}{partition:06}.{context.taskAttemptId()}.arrows"
     with (
-        staged_file(stage, segment, catalog.connect) as (path, reserve),
+        staged_file(stage, segment, catalog.connect, target.commit) as (path, reserve),
         SegmentWriter(path, fitting.schema, reserve=reserve) as writer,
     ):
         writer.write(fitting.conform(first))
@@ -134,7 +135,7 @@ class DatasetWriter(DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
         """In a task: write its partition into a segment."""
-        return write_segment(self.target.catalog, f"{self.key}-", self.fitting, iterator)
+        return write_segment(self.target, f"{self.key}-", self.fitting, iterator)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, after all tasks have succeeded: publish the dataset at once and whole."""

@@ -50,7 +50,7 @@ class Quota:
         """Return the bytes that the store takes now."""
         return self._places.usage(self.limit)
 
-    def reserve(self, name: str, size: int, wish: int) -> int:
+    def reserve(self, name: str, size: int, wish: int, appends_to: str = "") -> int:
         """See `Store.reserve`."""
         path = self._places.directory.staged_path(name)
         with store_errors(f"reserving room for {path}"), owned(open_regular(path, os.O_WRONLY)) as descriptor:
@@ -58,15 +58,15 @@ class Quota:
             size = pages(size)
             if wish > size and self._fits(wish - has) and _allocate(descriptor, wish):
                 return wish
-            self._grow(descriptor, name, size, size - has)
+            self._grow(descriptor, name, size, size - has, appends_to)
             return size
 
-    def ensure_room(self, name: str, size: int) -> None:
+    def ensure_room(self, name: str, size: int, appends_to: str = "") -> None:
         """See `Store.ensure_room`."""
         with store_errors(f"making room in {self._places.directory.path}"):
-            self.admit(repr(name), size, size, in_files=True)
+            self.admit(repr(name), size, size, in_files=True, appends_to=appends_to)
             if size > self._places.free():
-                self._make_room(repr(name), size, in_files=True)
+                self._make_room(repr(name), size, in_files=True, appends_to=appends_to)
             if size > self._places.free():
                 raise self._no_space(repr(name), size)
 
@@ -86,7 +86,7 @@ class Quota:
         finally:
             part.unlink(missing_ok=True)
 
-    def admit(self, segment_name: str, size: int, missing: int, in_files: bool = False) -> None:
+    def admit(self, segment_name: str, size: int, missing: int, in_files: bool = False, appends_to: str = "") -> None:
         """Make room under the limit for a write, by evictions if necessary.
 
         Args:
@@ -95,9 +95,10 @@ class Quota:
             missing: The bytes of it that the store does not hold yet.
             in_files: Whether the write needs room in the file system of the store, too. The evicted versions are
                 then chosen so that it fits there as well.
+            appends_to: See `Store.reserve`.
 
         Raises:
-            StoreFull: There is no room now.
+            StoreFull: There is no room now, or none beside the rows that the write appends to.
             StoreError: The write is larger than the limit, and can never fit.
         """
         if self.limit is not None and size > self.limit:
@@ -106,7 +107,13 @@ class Quota:
                 f"{self._describe_evicted(segment_name)}"
             )
         if not self._fits(missing):
-            self._make_room(segment_name, missing, in_files)
+            base_size = self._eviction.base_size(appends_to) if appends_to else 0
+            if self.limit is not None and size + base_size > self.limit:
+                raise StoreFull(  # not StoreError, since the catalog may have dropped the dataset
+                    f"{self._full(missing)}; with the {base_size:,} bytes of {appends_to!r}, to which it appends, the "
+                    f"write exceeds the limit, and can never fit{self._describe_evicted(segment_name)}"
+                )
+            self._make_room(segment_name, missing, in_files, appends_to)
         if not self._fits(missing):
             remedy = _WHEN_FULL[self._eviction.policy]
             raise StoreFull(f"{self._full(missing)}: {remedy}{self._describe_evicted(segment_name)}")
@@ -120,7 +127,7 @@ class Quota:
                 "before they write"
             )
 
-    def _make_room(self, segment_name: str, missing: int, in_files: bool) -> None:
+    def _make_room(self, segment_name: str, missing: int, in_files: bool, appends_to: str) -> None:
         evicted = self._evicted.setdefault(_commit_key(segment_name), [])
         if len(self._evicted) > _MAX_PURPOSES:
             self._evicted.popitem(last=False)
@@ -129,7 +136,7 @@ class Quota:
             excess = 0 if self.limit is None else self.usage().total + missing - self.limit
             return Missing(excess, missing - self._places.free() if in_files else 0)
 
-        self._eviction.make_room(count_missing, lambda version: evicted.append(version.name))
+        self._eviction.make_room(count_missing, lambda version: evicted.append(version.name), appends_to)
 
     def _describe_evicted(self, segment_name: str) -> str:
         """Return the end of a StoreFull message: the datasets that were already evicted for the refused write."""
@@ -144,10 +151,10 @@ class Quota:
     def _fits(self, missing: int) -> bool:
         return self.limit is None or missing <= 0 or self.usage().total + missing <= self.limit
 
-    def _grow(self, descriptor: int, name: str, size: int, missing: int) -> None:
-        self.admit(name, size, missing, in_files=True)
+    def _grow(self, descriptor: int, name: str, size: int, missing: int, appends_to: str) -> None:
+        self.admit(name, size, missing, in_files=True, appends_to=appends_to)
         if not _allocate(descriptor, size):
-            self._make_room(name, missing, in_files=True)
+            self._make_room(name, missing, in_files=True, appends_to=appends_to)
             if not _allocate(descriptor, size):
                 raise self._no_space(name, missing)
 

@@ -429,11 +429,17 @@ def _is_directory(path: Path) -> bool:
 def sizes(directory: Path) -> dict[int, int]:
     """Return the bytes that the segments below a directory take, by inode."""
     bytes_by_inode: dict[int, int] = {}
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            if name in (MANIFEST, _DROPPED):  # a few kB, for which no room is reserved
-                continue
-            with suppress(FileNotFoundError):
-                status = os.lstat(os.path.join(parent, name))
-                bytes_by_inode[status.st_ino] = status.st_blocks * 512
+    is_complete = False
+    while not is_complete:
+        is_complete = True
+        for parent, _, names in os.walk(directory):
+            for name in names:
+                if name in (MANIFEST, _DROPPED):  # a few kB, for which no room is reserved
+                    continue
+                try:
+                    status = os.lstat(os.path.join(parent, name))
+                except FileNotFoundError:  # A writer may have renamed it, and its new name may not be listed.
+                    is_complete = False
+                else:
+                    bytes_by_inode[status.st_ino] = status.st_blocks * 512
     return bytes_by_inode

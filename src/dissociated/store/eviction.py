@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from dissociated.control.version import Version
+from dissociated.errors import StoreFull
 from dissociated.store.places import Place, Places
+
+T = TypeVar("T")
+
+_MAX_ROUNDS = 4  # of announced evictions for one operation; other writers may take the room before it is repeated
 
 
 class Policy(Enum):
@@ -36,6 +43,18 @@ class Missing:
         return self.limit > 0 or self.files > 0
 
 
+class _EvictionPending(Exception):
+    """The end of an operation that needs evictions: `versions` must be announced before they are evicted.
+
+    `on_evicted` is called with each of them afterwards.
+    """
+
+    def __init__(self, versions: Sequence[Version], on_evicted: Callable[[Version], object]) -> None:
+        super().__init__()
+        self.versions = versions
+        self.on_evicted = on_evicted
+
+
 class Eviction:
     """The eviction of versions from a store, under its policy.
 
@@ -44,6 +63,8 @@ class Eviction:
     - `in_use` returns whether the server is reading a version for a client.
     - `is_exposed` returns whether clients know the addresses of a version, to fetch from its memory themselves. The
       kernel counts exposed memory as used until `withdraw` ends the exposure.
+    - `announce`, if it is not None, returns a context manager, in which versions are evicted that clients may still
+      look up. On entry, it tells the catalog that they are gone, or raises StoreFull.
     - `on_evicted` is called after a version was removed to make room, and `on_spilled` after it has moved to disk.
     """
 
@@ -51,32 +72,70 @@ class Eviction:
         self.in_use: Callable[[Version], bool] = lambda version: False
         self.is_exposed: Callable[[Version], bool] = lambda version: False
         self.withdraw: Callable[[Version], None] = lambda version: None
+        self.announce: Callable[[Sequence[Version]], AbstractContextManager[object]] | None = None
         self.on_evicted: Callable[[Version], None] = lambda version: None
         self.on_spilled: Callable[[Version], None] = lambda version: None
         self.policy = policy
         self._places = places
 
-    def make_room(self, count_missing: Callable[[], Missing], on_evicted: Callable[[Version], object]) -> None:
+    def run(self, operation: Callable[[], T], lock: Callable[[], AbstractContextManager[object]]) -> T:
+        """Run an operation that calls `make_room`, and again after the evictions that had to be announced.
+
+        Args:
+            operation: The operation, which locks the store itself.
+            lock: Returns a context that locks the store. Announcements are made without it.
+
+        Returns:
+            The result of the operation.
+
+        Raises:
+            StoreFull: The versions cannot be announced, or the evictions did not make enough room.
+        """
+        for _ in range(_MAX_ROUNDS):
+            try:
+                return operation()
+            except _EvictionPending as pending:
+                assert self.announce is not None
+                with self.announce(pending.versions), lock():
+                    for version in pending.versions:
+                        if (entry := self._places.contents.get(version.id)) is not None:
+                            self.evict(entry[0])
+                            pending.on_evicted(entry[0])
+        raise StoreFull(
+            f"the store {str(self._places.directory.path)!r} is full: other writers took the room that was made for "
+            "this write; try it again"
+        )
+
+    def make_room(
+        self, count_missing: Callable[[], Missing], on_evicted: Callable[[Version], object], appends_to: str
+    ) -> None:
         """Free the missing bytes: evict replaced versions first, then the versions that the policy allows.
 
         Nothing is evicted if all candidates together would not be enough. There is only one round: if the kernel
-        frees less memory than expected, a second round would not help.
+        frees less memory than expected, a second round would not help. If versions must be announced first, an
+        exception ends the operation: see `run`.
 
         Args:
             count_missing: Returns the bytes to free, after the trash was emptied.
             on_evicted: Called with each removed version that no later version had replaced.
+            appends_to: The name of the dataset that the room is to append to, which is not evicted; empty for none.
         """
         self._places.empty_trash()
         missing = count_missing()
-        for version in self._choose_evictions(missing) if missing else ():
-            replaced = self._places.contents.is_replaced(version)
-            if self.policy is Policy.SPILL and not replaced:
+        pending = []
+        for version in self._choose_evictions(missing, appends_to) if missing else ():
+            if self._places.contents.is_replaced(version):
+                self.evict(version)
+            elif self.policy is Policy.SPILL:
                 self._places.spill(version)
                 self.on_spilled(version)
-            else:
+            elif self.announce is None:
                 self.evict(version)
-                if not replaced:
-                    on_evicted(version)
+                on_evicted(version)
+            else:
+                pending.append(version)
+        if pending:
+            raise _EvictionPending(pending, on_evicted)
         self._places.empty_trash()
 
     def evict(self, version: Version) -> None:
@@ -85,25 +144,32 @@ class Eviction:
         self.on_evicted(version)
         self._places.empty_trash()
 
-    def _choose_evictions(self, missing: Missing) -> list[Version]:
+    def base_size(self, appends_to: str) -> int:
+        """Return the bytes of the current version of a dataset that stay in memory while rows are appended to it."""
+        if self.policy is Policy.SPILL:
+            return 0
+        current = self._places.contents.named(appends_to)[-1:]
+        return sum(sum(self._places.find(version)[1].sizes(version).values()) for version in current)
+
+    def _choose_evictions(self, missing: Missing, appends_to: str) -> list[Version]:
         """Return the versions to evict, in this order, to free the missing bytes; none if that is impossible.
 
         Exposed versions are withdrawn only if evicting them would be enough. The choice is then made again, because
         only after the withdrawal can the kernel tell whether other processes use the memory.
         """
         while True:
-            chosen = self._choose_unused(missing)
+            chosen = self._choose_unused(missing, appends_to)
             exposed = [exposing_version for version in chosen for exposing_version in self._exposing(version)]
             if not exposed:
                 return chosen
             for version in exposed:
                 self.withdraw(version)
 
-    def _choose_unused(self, missing: Missing) -> list[Version]:
+    def _choose_unused(self, missing: Missing, appends_to: str) -> list[Version]:
         limit, files = missing.limit, missing.files
         chosen: dict[str, Version] = {}
         counts: dict[Place, Counter[int]] = defaultdict(Counter)
-        for version in self._eviction_candidates(chosen):
+        for version in self._eviction_candidates(chosen, appends_to):
             _, place = self._places.find(version)
             in_files = place is self._places.directory
             if limit <= 0 and not in_files:
@@ -118,7 +184,7 @@ class Eviction:
                 return [*chosen.values()]
         return []
 
-    def _eviction_candidates(self, chosen: Mapping[str, Version]) -> Iterator[Version]:
+    def _eviction_candidates(self, chosen: Mapping[str, Version], appends_to: str) -> Iterator[Version]:
         """Iterate over the versions that may be evicted, in the order of eviction.
 
         The caller adds an accepted version to `chosen` before it asks for the next candidate.
@@ -131,6 +197,8 @@ class Eviction:
             return
         for version in contents:
             if version.id in chosen or version.prepared or not self._is_evictable(version):
+                continue
+            if version.name == appends_to and self.policy is Policy.EVICT:
                 continue
             remaining = (
                 candidate

@@ -29,6 +29,8 @@ _SEND_TIMEOUT = 5.0  # seconds until a new connection has to send its message
 _MAX_ANSWER = 1 << 16  # bytes
 _MAX_SILENT = 64  # connections that have not sent anything yet
 _ACCEPT_RETRY_DELAY = 0.1  # seconds
+#: Seconds that `close` waits for a handover in progress, which may itself wait for a catalog.
+STOP_TIMEOUT = 5.0
 
 
 class _Waiting(NamedTuple):
@@ -69,11 +71,12 @@ class HandoverListener(ProcessBound):
         poll = select.poll()
         poll.register(self._listening, select.POLLIN)
         try:
-            while self._poll_once(poll, waiting):
+            while not self._closed.is_set() and self._poll_once(poll, waiting):
                 pass
         finally:
             for peer in waiting.values():
                 peer.connection.close()
+            self._socket.close()
 
     def _poll_once(self, poll: select.poll, waiting: dict[int, _Waiting]) -> bool:
         """Answer the connections that have sent a message, close expired ones, and accept a new one.
@@ -147,12 +150,11 @@ class HandoverListener(ProcessBound):
         connection.send(answer)
 
     def close(self) -> None:
-        """Stop listening, and wait for the thread to end."""
+        """Stop listening, and wait for a handover in progress, but not for long."""
         self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes `poll`
-        self._thread.join()
-        self._socket.close()
+        self._thread.join(STOP_TIMEOUT)
         self.path.unlink(missing_ok=True)
         self._log.close()
 

@@ -200,18 +200,27 @@ class Places:
         self.contents.put(version, place)
         self.blocks[place].add(place.sizes(version))
 
-    def commit(self, version: Version, paths: Sequence[Path], copy: Callable[[Path, Path], None]) -> None:
+    def commit(
+        self, version: Version, paths: Sequence[Path], copy: Callable[[Path, Path], None], on_disk: bool
+    ) -> None:
         """Commit segments as a version, without a copy if possible.
 
         Args:
             version: The new version.
             paths: The segments. If all are memfds, the version lies in memfds, and else in the directory.
-            copy: Copies a segment that cannot be linked into the directory: a spilled segment, or a memfd if `paths`
-                also has files.
+            copy: Copies a memfd into the directory, if `paths` also has files.
+            on_disk: Whether the version is appended to a spilled one. It lies on disk, too: its rows may be more than
+                the memory holds, and links between the two places would count the same bytes differently.
 
         Raises:
             StoreError: The version was not committed.
         """
+        if on_disk:
+            assert self.disk is not None
+            with store_errors(f"committing {version.name!r} in {self.disk.path}"):
+                self.disk.commit(version, paths, copy_file)
+            self.put(version, self.disk)
+            return
         if self.memfds.has(paths):
             with store_errors(f"recording the number of {version.name!r} in {self.directory.path}"):
                 # No manifest has this number, which must survive a restart.
@@ -419,9 +428,9 @@ class Places:
     def usage(self, limit: int | None) -> Usage:
         """Return the bytes that the store takes now, with its `limit`."""
         committed = self.blocks[self.directory]
+        in_trash = sizes(self.directory.trash)  # first: a writer may take a file from there into `staging`
         staged = {inode: size for inode, size in sizes(self.directory.staging).items() if inode not in committed}
-        removed = {inode: size for inode, size in sizes(self.directory.trash).items() if inode not in committed}
-        removed = {inode: size for inode, size in removed.items() if inode not in staged}
+        removed = {inode: size for inode, size in in_trash.items() if inode not in committed and inode not in staged}
         memfd_blocks = self.blocks[self.memfds]
         memfds_staged, memfds_removed = self.memfds.uncommitted(memfd_blocks)
         return Usage(

@@ -31,11 +31,12 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
 
@@ -61,8 +62,21 @@ from dissociated.store.trash import reuse_bytes
 
 _log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 #: Seconds after which a finished segment that was never committed is removed.
 STAGING_TIMEOUT = 86_400.0
+
+
+def _makes_room(method: Callable[Concatenate[Store, P], T]) -> Callable[Concatenate[Store, P], T]:
+    """Decorate a method that may need evictions which must be announced without the lock: see `Eviction.run`."""
+
+    @wraps(method)
+    def run(store: Store, /, *args: P.args, **options: P.kwargs) -> T:
+        return store.eviction.run(lambda: method(store, *args, **options), lambda: store._locked)
+
+    return run
 
 
 class Store(ProcessBound):
@@ -98,6 +112,7 @@ class Store(ProcessBound):
             )
         self._staging_timeout = staging_timeout
         self._lock = threading.RLock()
+        self._is_closed = False
         with ExitStack() as undo:
             locked = undo.enter_context(Directory(Path(directory)))
             disk = undo.enter_context(Directory(Path(spill))) if spill is not None else None
@@ -118,10 +133,17 @@ class Store(ProcessBound):
         self.bind_to_process()
 
     @property
-    def _locked(self) -> AbstractContextManager[object]:
-        """The lock of the store's state in this process. Raises ForkedError in a forked child."""
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The lock of the store's state in this process.
+
+        Raises ForkedError in a forked child, and StoreError if the store is closed: its directory may have a new owner.
+        """
         self.check_process()
-        return self._lock
+        with self._lock:
+            if self._is_closed:
+                raise StoreError(f"the store {str(self.directory)!r} is closed in this process")
+            yield
 
     @property
     def directory(self) -> Path:
@@ -243,13 +265,16 @@ class Store(ProcessBound):
         """
         return SegmentWriter(self._directory.staged_path(name), schema, options, reserve or self.reserve)
 
-    def reserve(self, name: str, size: int, wish: int = 0) -> int:
+    @_makes_room
+    def reserve(self, name: str, size: int, wish: int = 0, appends_to: str = "") -> int:
         """Allocate blocks for a staged file, so that a later write fails neither by the limit nor by a full disk.
 
         Args:
             name: The name of the file in the staging directory.
             size: The bytes that the file needs. Versions are evicted for them if the policy allows.
             wish: The bytes that the file could use. Nothing is evicted for the part beyond `size`.
+            appends_to: The name of the dataset that the file will be appended to, which is not evicted for it; empty
+                if there is none.
 
         Returns:
             The bytes that the file has room for: `wish`, or `size` rounded up to pages.
@@ -258,17 +283,20 @@ class Store(ProcessBound):
             StoreFull: There is no room for `size` bytes, and none can be made now.
         """
         with self._locked:
-            return self._quota.reserve(name, size, wish)
+            return self._quota.reserve(name, size, wish, appends_to)
 
-    def ensure_room(self, name: str, size: int) -> None:
+    @_makes_room
+    def ensure_room(self, name: str, size: int, appends_to: str = "") -> None:
         """Make room for `size` bytes of `name` that are about to be written. Evict nothing if they cannot all fit.
 
         A writer that knows its total size calls this first. Otherwise, versions could be evicted for the beginning of a
-        segment that turns out not to fit. Raises StoreFull if there is no room, and none can be made now.
+        segment that turns out not to fit. For `appends_to` see `reserve`. Raises StoreFull if there is no room, and
+        none can be made now.
         """
         with self._locked:
-            self._quota.ensure_room(name, size)
+            self._quota.ensure_room(name, size, appends_to)
 
+    @_makes_room
     def hand_over(self, descriptor: int) -> str:
         """Stage a sealed memfd as a segment, without a copy. Its memory counts against the limit.
 
@@ -297,6 +325,7 @@ class Store(ProcessBound):
                 self._memfds.discard(memfd)
                 raise
 
+    @_makes_room
     def commit(
         self,
         commit: Commit,
@@ -363,7 +392,7 @@ class Store(ProcessBound):
                 if commit.schema is None:
                     raise StoreError(f"the commit of {commit.name!r} has neither segments nor a schema: add the schema")
                 names = [f"{secrets.token_hex(8)}.arrows"]
-                self.writer(names[0], commit.schema).close()
+                self.writer(names[0], commit.schema, reserve=self._quota.reserve).close()  # with the lock
                 paths = [self._directory.staged_path(names[0])]
             before = () if previous is None else (*previous.before, previous.key)
             if before and new_lineage:
@@ -391,7 +420,8 @@ class Store(ProcessBound):
                 prepared=prepared,
                 segments_digest=digest,
             )
-            self._places.commit(version, paths, self._quota.copy)
+            on_disk = previous is not None and not self._places.in_memory(previous)
+            self._places.commit(version, paths, self._quota.copy, on_disk)
             if pending:
                 version = self._places.mark(version, prepared=True)
             self._unstage_committed(names)
@@ -567,7 +597,9 @@ class Store(ProcessBound):
         """Unlock the directory, so that another process can own it. Files stay; memfds are closed."""
         if self.is_inherited:
             return
-        self._undo.close()
+        with self._lock:  # an operation in progress ends first
+            self._is_closed = True
+            self._undo.close()
 
     def __enter__(self) -> Store:
         return self
