@@ -186,7 +186,7 @@ class EndpointReader:
         ]
         if any(not route.on_device for route in trusted):
             return trusted
-        return [*trusted, self._by_flight(endpoint)]
+        return [*trusted, Route.by_flight(endpoint)]
 
     def _all_routes(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> list[Route]:
         """Return the routes to an endpoint, with Flight as the last unless the request excludes it.
@@ -199,10 +199,7 @@ class EndpointReader:
         excluded = request.transport is not None or not request.decompress or request.options.memory_pool is not None
         if excluded or not routes[-1].uris or not flight_uris(endpoint):
             return routes
-        return [*routes, self._by_flight(endpoint)]
-
-    def _by_flight(self, endpoint: Endpoint) -> Route:
-        return Route.by_flight([uri for route in locations(endpoint) for uri in route] if endpoint.hosts else [])
+        return [*routes, Route.by_flight(endpoint)]
 
     def _open(self, part: PartPlan) -> pa.RecordBatchReader:
         return open_part(part, self._open_flight)

@@ -46,6 +46,7 @@ _log = logging.getLogger(__name__)
 
 _MAC = hashlib.sha256().digest_size
 _ticket_header = struct.Struct("<QH")
+_MAX_TICKET = MAX_IDENTIFIER - 64  # A request also names the part, which tells publications with one ticket apart.
 _EXPIRY_STEPS = 8  # possible times of expiry in a lifetime
 
 _FOREIGN = "this ticket was not made by this server, or was altered: look the dataset up again"
@@ -307,10 +308,10 @@ def _identity(owner: object) -> Identity:
 
 
 def _check_length(length: int) -> None:
-    if length > MAX_IDENTIFIER:
+    if length > _MAX_TICKET:
         raise OptionError(
-            f"a ticket of {length:,} bytes is too long, since a request has at most {MAX_IDENTIFIER:,}: choose a "
-            "shorter one, or grant fewer columns"
+            f"a ticket of {length:,} bytes is too long, since it may have {_MAX_TICKET:,} at most: choose a shorter "
+            "one, or grant fewer columns"
         )
 
 
