@@ -181,8 +181,10 @@ def test_blank_lines_of_a_single_column_are_null(client: dis.Client, tmp_path: P
     values = [None, 1, None, *[2] * 100_000, None, None]
     pyarrow.csv.write_csv(pa.table({"a": pa.array(values, pa.int64())}), path)
     assert path.read_bytes().startswith(b'"a"\n\n1\n\n2\n')
-    texts: dict[str, dict[str, list[int | None]]] = {
+    texts: dict[str, dict[str, list[Any]]] = {
         path.read_text(): {"a": values},
+        '"a"\n"x"\n\n""\nNA\n': {"a": ["x", None, "", "NA"]},
+        "a\n1\n\nNA\n": {"a": [1, None, None]},
         "\ufeff\r\n\r\n'a'\r\n1\r\n\r\n": {"'a'": [1, None]},
         '\n"a,\nb"\n\n1': {"a,\nb": [None, 1]},
         "\na,b\n\n1,2\n\n": {"a": [1], "b": [2]},

@@ -100,21 +100,29 @@ def _open_csv(source: Any, use_threads: bool | None = None, **convert: Any) -> p
     if columns == 1:  # then a blank line is a row whose value is null, as which libarrow writes it
         options.skip_rows = blank_lines
         parsing.ignore_empty_lines = False
+        # With one byte more, the first block ends as it does in the whole text, so that the types are the same.
+        first_block = pa.BufferReader(_beginning(source, _BLOCK_SIZE + 1))
+        schema = pyarrow.csv.open_csv(first_block, options, parsing, pyarrow.csv.ConvertOptions(**convert)).schema
+        if schema.types[0] in (pa.string(), pa.binary()):  # in which neither words such as NA nor "" are null
+            convert |= {"null_values": [""], "strings_can_be_null": True, "quoted_strings_can_be_null": False}
     return pyarrow.csv.open_csv(source, options, parsing, pyarrow.csv.ConvertOptions(**convert))
 
 
 def _header(source: Any) -> tuple[int, int]:
     """Return the number of blank lines before the header of CSV, and the number of columns; 0 if there is no header."""
-    if isinstance(source, str):
-        with pa.input_stream(source) as file:
-            beginning = file.read(_HEADER_SIZE)
-    else:
-        beginning = source.beginning
-    lines = io.StringIO(beginning.decode("utf-8-sig", "replace"), newline="")
+    lines = io.StringIO(_beginning(source, _HEADER_SIZE).decode("utf-8-sig", "replace"), newline="")
     for blank_lines, fields in enumerate(csv.reader(lines)):
         if fields:
             return blank_lines, len(fields)
     return 0, 0
+
+
+def _beginning(source: Any, size: int) -> bytes:
+    """Return the first `size` bytes of CSV, or all of it if it has fewer."""
+    if isinstance(source, _WatchedText):
+        return source.peek(size)
+    with pa.input_stream(source) as file:
+        return bytes(file.read(size))
 
 
 def _open_json(source: Any) -> pa.RecordBatchReader:
@@ -242,20 +250,25 @@ class _WatchedText(io.RawIOBase):
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        #: The first bytes.
-        self.beginning: bytes = source.read(_HEADER_SIZE)
-        self._unread = self.beginning
+        self._unread = b""  # bytes that were only peeked at
         self._before = b""  # an integer can begin in one piece and end in the next
         #: Whether there may have been such integers so far.
         self.has_long_integers = False
+
+    def peek(self, size: int) -> bytes:
+        """Return the next `size` bytes, or all that remain if there are fewer, which are read later."""
+        self._unread += self._source.read(max(0, size - len(self._unread)))
+        return self._unread[:size]
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = -1) -> bytes:
         # The first block must be whole, since types are inferred from it. libarrow reads whole blocks.
-        text: bytes = self._unread + self._source.read(size - len(self._unread))
-        self._unread = b""
+        if size < 0:
+            return self.readall()
+        text = self.peek(size)
+        self._unread = self._unread[size:]
         if not self.has_long_integers:
             searched = self._before + text
             is_suspect = b"0" * 16 in searched.translate(_ALL_DIGITS_AS_0)  # ten times as fast as the expression
