@@ -255,6 +255,8 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
         (b"a b WRITE\n", "line 1 of"),
         (b"hunter2 write\n", "line 1 of"),  # "write" is probably not meant as a token
         (b"write\n", "line 1 of"),
+        (b"hunter2 #ali\n", r"line 1 of .* A comment has a line of its own"),
+        (b"ali hunter2 # write\n", "line 1 of"),
         (b"a b write more\n", "line 1 of"),
         ("sésame\n".encode(), "printable ASCII"),
         (b"\xff\n", "cannot read tokens from"),

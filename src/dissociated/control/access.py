@@ -229,7 +229,9 @@ class Tokens:
 
     @classmethod
     def read(cls, path: str | Path) -> Tokens:
-        """Read tokens from a file, one a line: TOKEN, NAME TOKEN or NAME TOKEN ROLE. `#` begins a comment.
+        """Read tokens from a file, one a line: TOKEN, NAME TOKEN or NAME TOKEN ROLE.
+
+        A line that begins with `#` is a comment.
 
         Raises:
             OptionError: The file cannot be read, has other lines, or repeats a token.
@@ -343,7 +345,7 @@ def _lines(path: str | Path) -> list[_Line]:
 
 def _line(path: str | Path, number: int, words: list[str]) -> _Line:
     """Parse a line. An error does not quote the line, because any of its words may be a token."""
-    match words:
+    match [] if any(word.startswith("#") for word in words) else words:  # a comment is no token
         case [token] if token not in TOKEN_ROLES:
             return _Line(None, token, DEFAULT_ROLE)
         case [name, token] if token not in TOKEN_ROLES:
@@ -352,7 +354,8 @@ def _line(path: str | Path, number: int, words: list[str]) -> _Line:
             return _Line(name, token, TOKEN_ROLES[role])
     roles = ", ".join(TOKEN_ROLES)
     raise OptionError(
-        f"line {number} of {str(path)!r} is not TOKEN, NAME TOKEN or NAME TOKEN ROLE; the roles are {roles}"
+        f"line {number} of {str(path)!r} is not TOKEN, NAME TOKEN or NAME TOKEN ROLE; the roles are {roles}. "
+        "A comment has a line of its own"
     )
 
 
