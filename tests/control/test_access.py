@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import secrets
@@ -284,7 +285,11 @@ def test_a_token_has_one_owner_and_role(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "tokens",
-    [[], "one string", ["with space"], [""], ["new\nline"], ["read"], {"a": ("ali", "peer")}, {"a": ("ali", "")}],
+    [
+        *([], "one string", ["with space"], [""], ["new\nline"], ["read"]),
+        *({"a": ("ali", "peer")}, {"a": ("ali", "")}, {"a": None}, {"a": ["ali", "admin"]}),
+        asyncio.sleep,
+    ],
 )
 def test_tokens_that_cannot_be(tokens: Any) -> None:
     with pytest.raises(OptionError):

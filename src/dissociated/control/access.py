@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import inspect
 import json
 import logging
 import os
@@ -287,7 +288,13 @@ def check_token(token: str) -> str:
 
 
 def authorizer(authorize: Authorize | Iterable[str] | Mapping[str, Owner]) -> Authorize:
-    """Return `authorize` if it is callable, or else a callable that decides by these tokens."""
+    """Return `authorize` if it is callable, or else a callable that decides by these tokens.
+
+    Raises:
+        OptionError: It is an asynchronous function, or see `Tokens`.
+    """
+    if inspect.iscoroutinefunction(authorize):
+        raise OptionError("authorize is an async function, which nobody awaits: give a function that returns the owner")
     return authorize if callable(authorize) else Tokens(authorize)
 
 
@@ -295,7 +302,7 @@ def identify(authorize: Authorize, token: str) -> Identity | None:
     """Return the owner of a token and its role; None if the token is not accepted.
 
     Raises:
-        OptionError: The role does not exist. Errors of the operator's `authorize` are passed on.
+        OptionError: The result is no owner, or the role does not exist. Errors of the operator's `authorize` are passed on.
     """
     owner = authorize(token)
     return _identity(owner) if owner else None
@@ -303,8 +310,10 @@ def identify(authorize: Authorize, token: str) -> Identity | None:
 
 def _identity(owner: object) -> Identity:
     """Return the name and the role in a result of `authorize`."""
+    if owner is True or isinstance(owner, str):
+        return Identity("" if owner is True else owner, DEFAULT_ROLE)
     if not isinstance(owner, tuple):
-        return Identity(owner if isinstance(owner, str) else "", DEFAULT_ROLE)
+        raise OptionError(f"the owner of a token is a {type(owner).__name__}: give a name, a name and a role, or True")
     name, role = owner
     return Identity(str(name), role if role in TOKEN_ROLES.values() else Role.parse(role))
 
