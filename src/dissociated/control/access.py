@@ -302,7 +302,7 @@ def identify(authorize: Authorize, token: str) -> Identity | None:
     """Return the owner of a token and its role; None if the token is not accepted.
 
     Raises:
-        OptionError: The result is no owner, or the role does not exist. Errors of the operator's `authorize` are passed on.
+        OptionError: The result is no owner, or its role does not exist. Errors of `authorize` itself are passed on.
     """
     owner = authorize(token)
     return _identity(owner) if owner else None
