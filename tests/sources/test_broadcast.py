@@ -348,9 +348,10 @@ def test_a_slow_consumer_is_waited_for(serve: Serve) -> None:
         assert found == fast.result(PATIENCE) == list(range(20))
 
 
-def test_a_consumer_that_stops_does_not_hold_up_the_others(serve: Serve) -> None:
+@pytest.mark.parametrize("stall_timeout", [PATIENCE, float("inf"), 1e300])
+def test_a_consumer_that_stops_does_not_hold_up_the_others(serve: Serve, stall_timeout: float) -> None:
     server = serve("shm:", live_limit=1 << 20)
-    server.publish("live", reader(map(batch, range(50))), live=dis.Live(consumers=2, stall_timeout=PATIENCE))
+    server.publish("live", reader(map(batch, range(50))), live=dis.Live(consumers=2, stall_timeout=stall_timeout))
     one, other = open_live(server, "shm"), open_live(server, "shm")
     kept = one.read_next_batch()
     del one  # it reads no further, and still holds a batch
