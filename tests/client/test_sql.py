@@ -425,6 +425,29 @@ def test_errors_of_datasets_keep_their_class() -> None:
             assert caught.value.code == "source_failed"
 
 
+@pytest.mark.parametrize("listener", ["shm:", "tcp://127.0.0.1:0"])
+def test_a_dataset_that_is_replaced_after_its_look_up_is_looked_up_again(
+    listener: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dis.Server([listener]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("orders", ORDERS)
+        server.publish("customers", CUSTOMERS)
+        describe, versions = client.describe_current, [2, 3, 4]
+
+        def describe_and_replace(name: str) -> DatasetInfo:
+            info = describe(name)
+            if versions and name == "orders":
+                server.publish("orders", ORDERS.set_column(0, "n", pa.array([versions.pop()] * ROWS)))
+            return info
+
+        monkeypatch.setattr(client, "describe_current", describe_and_replace)
+        query = "SELECT sum(n) AS n, count(DISTINCT customer) AS customers FROM orders JOIN customers USING (customer)"
+        assert client.sql(query).to_pylist() == [{"n": 2 * ROWS, "customers": 10}]
+        server.drop("orders")
+        with pytest.raises(DatasetNotFound, match="DuckDB has no table 'orders'"):
+            client.sql(query)
+
+
 def test_names_that_differ_in_case_are_not_confused() -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("a", pa.table({"x": [1]}))

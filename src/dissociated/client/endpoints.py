@@ -66,7 +66,9 @@ RoutesTo: TypeAlias = Callable[[DatasetInfo, Endpoint, ReadRequest], list[Route]
 
 _CLIENT_PARAMETERS = ("roots", "allow", "files")  # parameters of locations that only the connecting side may set
 _MAX_PLANS = 16  # plans that are kept
-_MAX_RETRIES = 10  # number of times that a dataset may be replaced between its look-up and its request
+
+#: Number of times that a dataset may be replaced between its look-up and its request.
+MAX_RETRIES = 10
 
 
 class EndpointReader:
@@ -129,7 +131,7 @@ class EndpointReader:
                     with _opening(info, info.endpoints):
                         return open_info(info, traced)
                 except (RemoteError, DatasetNotFound):  # raised by a transport, or by Flight
-                    if retries == _MAX_RETRIES:
+                    if retries == MAX_RETRIES:
                         raise
                     retries += 1
                     current = describe()

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from dissociated.client.calls import CatalogClient
 from dissociated.client.dataset import DatasetHandle
+from dissociated.client.endpoints import MAX_RETRIES
 from dissociated.client.mapped import MappedVersion
 from dissociated.client.request import ReadRequest
 from dissociated.client.scanner import Scanner
@@ -154,6 +155,7 @@ class SqlSession:
             DatasetNotFound: There is neither a table nor a dataset of a name.
             WrongKind: The dataset of a name holds tensors.
         """
+        known, retries = {*self._datasets}, 0
         if self._text is not None and self._registered:  # by the session that kept the query
             self._find_kept({*self._registered})
             if self._datasets.keys() != self._registered.keys():  # some have changed
@@ -176,16 +178,26 @@ class SqlSession:
                 dataset = self._datasets[name]
                 self._register(name, dataset.begin(statement.query) if is_tried else dataset.whole)
             self._failures.clear()
-            with self._errors():
-                try:
-                    relation = self._connection.sql(statement)
-                    if relation is None or kind in _CHANGING | _PREPARING:
-                        return None
-                    if (reader := self._begin(relation, statement)) is not None:
-                        return reader
-                    is_tried = False
-                except (duckdb.CatalogException, duckdb.BinderException) as error:
-                    names.add(self._find_missing(error, names))
+            try:
+                with self._errors():
+                    try:
+                        relation = self._connection.sql(statement)
+                        if relation is None or kind in _CHANGING | _PREPARING:
+                            return None
+                        if (reader := self._begin(relation, statement)) is not None:
+                            return reader
+                        is_tried = False
+                    except (duckdb.CatalogException, duckdb.BinderException) as error:
+                        names.add(self._find_missing(error, names))
+            except DatasetNotFound:
+                replaced = names - known if self._failures and self._is_shared else set()
+                if not replaced or retries == MAX_RETRIES:
+                    raise
+                retries += 1
+                for name in replaced:  # look up again all that this statement was the first to use
+                    self._connection.unregister(name)
+                    del self._registered[name], self._datasets[name]
+                names -= replaced
 
     def _begin(self, relation: Any, statement: duckdb.Statement) -> pa.RecordBatchReader | None:
         """Return the result of a statement, of which the first batch was read; None if a handle has refused a scan.
@@ -306,18 +318,26 @@ class SqlSession:
         for info in infos:
             identity = {"version": info.version, "created": info.created, "began": info.lineage_id}
             if current.get(info.name) == identity:
-                self._datasets[info.name] = _SqlDataset(self._client, info, self._failures)
+                with suppress(DatasetNotFound):  # it was replaced meanwhile, and is looked up when DuckDB lacks it
+                    self._datasets[info.name] = _SqlDataset(self._client, info, self._failures)
 
     def _find(self, name: str) -> _SqlDataset:
-        try:
-            info = self._client.describe_current(name)
-        except DatasetNotFound as unknown:
-            raise DatasetNotFound(f"DuckDB has no table {name!r}, and {unknown}") from None
-        if info.tensors is not None:
-            raise WrongKind(
-                f"{name!r} holds tensors, which have no rows: client.read_tensors({name!r}) reads them in Python"
-            )
-        return _SqlDataset(self._client, info, self._failures)
+        retries = 0
+        while True:
+            try:
+                info = self._client.describe_current(name)
+            except DatasetNotFound as unknown:
+                raise DatasetNotFound(f"DuckDB has no table {name!r}, and {unknown}") from None
+            if info.tensors is not None:
+                raise WrongKind(
+                    f"{name!r} holds tensors, which have no rows: client.read_tensors({name!r}) reads them in Python"
+                )
+            try:
+                return _SqlDataset(self._client, info, self._failures)
+            except DatasetNotFound:  # it was replaced after the look-up
+                if retries == MAX_RETRIES:
+                    raise
+                retries += 1
 
 
 def _fold(name: str) -> bytes:
