@@ -517,6 +517,36 @@ def test_a_table_of_a_script_hides_the_dataset_of_its_name(tmp_path: Path) -> No
                 client.sql("WITH c AS (FROM c) FROM c")
 
 
+def test_a_dataset_hides_the_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hidden.csv").write_text("n\n1\n")
+    (tmp_path / "file.csv").write_text("n\n2\n")
+    queries = [
+        "SELECT n FROM '{}'",
+        'SELECT max(n) AS n FROM "{}" a JOIN orders USING (n)',
+        "SELECT n FROM query_table('\"{}\"')",
+        "CREATE TABLE t AS FROM '{}'; SELECT n FROM t",
+        "CREATE TABLE t AS SELECT 0 AS n; UPDATE t SET n = (SELECT max(n) FROM '{}'); FROM t",
+        "PIVOT (SELECT n FROM '{}') ON n USING max(n)",
+    ]
+    with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("orders", ORDERS)
+        server.publish("hidden.csv", ORDERS[7:8])
+        for _ in range(2):  # the second time, the queries and the dataset are kept
+            for query in queries:
+                with case(query):
+                    assert client.sql(query.format("hidden.csv")).to_pydict() in ({"n": [7]}, {"7": [7]})
+                    assert client.sql(query.format("file.csv")).to_pydict() in ({"n": [2]}, {"2": [2]})
+        script = 'CREATE TABLE "hidden.csv" AS SELECT 5 AS n; SELECT n FROM "hidden.csv"'
+        assert client.sql(script).to_pylist() == [{"n": 5}]
+        server.publish("file.csv", ORDERS[8:9])
+        server.publish("hidden.csv", ORDERS[9:10])
+        for query in queries[:2]:
+            assert [client.sql(query.format(f"{name}.csv"))["n"][0].as_py() for name in ("hidden", "file")] == [9, 8]
+        server.drop("hidden.csv")
+        assert [client.sql(query.format("hidden.csv"))["n"][0].as_py() for query in queries[:2]] == [1, 1]
+
+
 def test_tensors_have_no_rows() -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("weights", pa.Tensor.from_numpy(np.eye(3)))
