@@ -12,6 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -39,6 +40,9 @@ _KINDS: Mapping[type, str] = {
     int: "a number",
     float: "a number",
 }
+_MAX_LEVELS = 2_000  # libarrow parses recursively, and needs more than the usual stack of 8 MiB for 10,000
+_NO_BRACKET = bytes(byte for byte in range(256) if byte not in b'{}[]"')
+_STEPS = bytes(1 if byte in b"{[" else 255 for byte in range(256))  # 255 is -1
 _ELEMENT = "[]"  # stands for the elements of an array in the path of a value
 _ALL_DIGITS_AS_0 = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
 
@@ -76,12 +80,12 @@ def open_text(name: str, source: Any, format: str) -> pa.RecordBatchReader:
     """
     source = source if isinstance(source, str) else _WatchedText(source)
     with source_errors(name), _text_errors(name, source, format):
-        if format == "jsonl" and (row := _null_before_objects(source)) is not None:
+        if format == "jsonl" and (crash := _find_crash(source)) is not None:
+            row, kind, remedy = crash
             raise concealed(
                 name,
-                f"row {row} of {source!r} is null where libarrow begins to parse a block of {_BLOCK_SIZE >> 20} MiB, "
-                "which would end this process: leave the row out, or write {} for it",
-                "a row is null",
+                f"row {row} of {source!r} is {kind}, which would end this process: {remedy}",
+                f"a row is {kind}",
             )
         reader = _open_csv(source) if format == "csv" else _open_json(source)
         return pa.RecordBatchReader.from_batches(reader.schema, _checked(name, source, format, reader))
@@ -134,13 +138,23 @@ def _open_json(source: Any) -> pa.RecordBatchReader:
     return pyarrow.json.open_json(source, options, parsing)
 
 
-def _null_before_objects(path: str) -> int | None:
-    """Return the number of the first row that is null and the first value of a block. libarrow 26 crashes there."""
+def _find_crash(path: str) -> tuple[int, str, str] | None:
+    """Find the first row at which libarrow 26 crashes: it is the first value of a block and null, or nested deeply.
+
+    Returns:
+        The number of the row, its fault, and the remedy; None if there is no such row.
+    """
     length, last_line = 0, b""  # the end of a block after its last line is parsed with the next block
     with pa.input_stream(path) as file:  # which decompresses the same files as libarrow's parser
         while block := file.read(_BLOCK_SIZE):
             text = last_line + block
             if null := _NULL_FIRST.match(text):
+                at = null.end()
+                kind = f"null where libarrow begins to parse a block of {_BLOCK_SIZE >> 20} MiB"
+                remedy = "leave the row out, or write {} for it"
+                break
+            if (deep := _find_deep_line(text)) is not None:
+                at, kind, remedy = deep, f"nested more than {_MAX_LEVELS:,} levels deep", "write it with fewer levels"
                 break
             length += len(block)
             end = text.rfind(b"\n") + 1
@@ -149,10 +163,34 @@ def _null_before_objects(path: str) -> int | None:
                 return None  # libarrow refuses a line that is longer than a block
         else:
             return None
-    end = length - len(last_line) + null.end()
+    end = length - len(last_line) + at
     with pa.input_stream(path) as file:
         lines: int = sum(file.read(min(_BLOCK_SIZE, end - at)).count(b"\n") for at in range(0, end, _BLOCK_SIZE))
-    return lines + 1
+    return lines + 1, kind, remedy
+
+
+def _find_deep_line(text: bytes) -> int | None:
+    """Return the place of the first line that is nested more than _MAX_LEVELS deep, or None."""
+    begin = 0
+    while begin < len(text) - _MAX_LEVELS:  # skip shorter lines, many at a time
+        end = text.rfind(b"\n", begin, begin + _MAX_LEVELS)
+        if end < 0:
+            end = text.find(b"\n", begin + _MAX_LEVELS)
+            line = text[begin : end if end >= 0 else len(text)]
+            if line.count(b"{") + line.count(b"[") > _MAX_LEVELS and _levels(line) > _MAX_LEVELS:
+                return begin
+            if end < 0:
+                return None
+        begin = end + 1
+    return None
+
+
+def _levels(line: bytes) -> int:
+    """Return how deeply the values in a line of JSON are nested."""
+    unescaped = line.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside_strings = b"".join(unescaped.translate(None, _NO_BRACKET).split(b'"')[::2])
+    levels = np.cumsum(np.frombuffer(outside_strings.translate(_STEPS), np.int8), dtype=np.int64)
+    return int(levels.max(initial=0))
 
 
 def _checked(name: str, source: Any, format: str, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
