@@ -158,7 +158,7 @@ class SqlSession:
             DatasetNotFound: There is neither a table nor a dataset of a name.
             WrongKind: The dataset of a name holds tensors.
         """
-        known, retries = {*self._datasets}, 0
+        earlier_names, retries = {*self._datasets}, 0
         if self._text is not None and self._registered:  # by the session that kept the query
             named = {*self._registered}
             self._find_kept(named)
@@ -194,7 +194,7 @@ class SqlSession:
                     except (duckdb.CatalogException, duckdb.BinderException) as error:
                         names.add(self._find_missing(error, names))
             except DatasetNotFound:
-                replaced = names - known if self._failures and self._is_shared else set()
+                replaced = names - earlier_names if self._failures and self._is_shared else set()
                 if not replaced or retries == MAX_RETRIES:
                     raise
                 retries += 1

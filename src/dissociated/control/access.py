@@ -294,7 +294,7 @@ def authorizer(authorize: Authorize | Iterable[str] | Mapping[str, Owner]) -> Au
         OptionError: It is an asynchronous function, or see `Tokens`.
     """
     if inspect.iscoroutinefunction(authorize):
-        raise OptionError("authorize is an async function, which nobody awaits: give a function that returns the owner")
+        raise OptionError("authorize is an async function, and is not awaited: give a function that returns the owner")
     return authorize if callable(authorize) else Tokens(authorize)
 
 
