@@ -279,6 +279,10 @@ def test_polars_gets_what_it_would_filter_itself() -> None:
                 s.is_not_null() & ~(i == 2),
                 t > pl.lit(1).cast(pl.Datetime("us", "UTC")),
                 d >= pl.lit(1).cast(pl.Date),
+                (d < pl.lit(10_000_000).cast(pl.Date)) & (i > 1),  # beyond the years of Python, as the next three
+                t > pl.lit(-(1 << 60)).cast(pl.Datetime("us", "UTC")),
+                d.is_between(pl.lit(-10_000_000).cast(pl.Date), pl.lit(2).cast(pl.Date)),
+                d.is_in(pl.Series([10_000_000, 3]).cast(pl.Date)),
                 s.str.starts_with("a"),
                 (i + 1 > 3) & f.is_nan(),
                 r <= 0.1,

@@ -15,6 +15,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import AccessDenied, CatalogError, OptionError, UriError
+from dissociated.spark.catalog_config import CatalogConfig
 from support.certificates import Certificates, certificates
 from support.helpers import commit_of, location, open_over_flight
 
@@ -118,6 +119,20 @@ def test_what_an_eavesdropper_hears_has_neither_token_nor_ticket_nor_data(
         while piece := plain.recv(1 << 16):
             heard += piece
     assert len(heard) < 100
+
+
+def test_a_token_that_the_catalog_protects_is_not_sent_to_a_node_in_the_clear(tmp_path: Path) -> None:
+    received: list[str] = []
+    file = tmp_path / "token"
+    file.write_text("sesame\n")
+    with dis.Server([], authorize=received.append) as node:
+        for catalog, sent in (("grpc+tls://h:1", []), (f"grpc+unix://{tmp_path}/s", []), ("grpc://h:1", ["sesame"])):
+            with dis.connect(catalog, token="sesame") as client:
+                for connect in (client.with_uri, CatalogConfig(catalog, str(file)).connect):
+                    received.clear()
+                    with connect(node.catalog_uri) as there, pytest.raises(AccessDenied):
+                        there.stage()
+                    assert received == sent
 
 
 def test_a_callable_decides(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -453,13 +454,16 @@ def test_a_put_says_how_far_it_is_and_can_be_ended_so(place: tuple[str, Path]) -
     def progress(*so_far: Any) -> None:
         told.append(so_far)
         if told[-1][0] == 200 and told[-1][2] is None:
-            raise KeyboardInterrupt
+            raise failure
 
     with dis.connect(place[0]) as client:
-        for transport in ("shm", "grpc"):
+        for transport, failure in product(
+            ("shm", "grpc"), (KeyboardInterrupt(), ValueError(), OSError(5, "mine"), pa.ArrowInvalid())
+        ):
             told.clear()
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(type(failure)) as caught:
                 client.put("d", iter([BATCH] * 3), transport=transport, progress=progress)
+            assert caught.value is failure
             assert told == [(100, 800, None), (200, 1600, None)]
             nothing_has_changed(*place)
         client.put("new", [BATCH.slice(0, 50)] * 6, progress=progress)

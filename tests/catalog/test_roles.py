@@ -293,6 +293,9 @@ def test_a_callable_says_the_role() -> None:
         "misspelt": ("ali", "writer"),
         "peer": ("ali", "peer"),
         "three": ("ali", "write", "more"),
+        "iterator": iter(()),  # any object is true, such as the coroutine of a callable that is asynchronous
+        "list": ["ali", "admin"],
+        "number": 1,
     }
     may = {"true": "read", "name": "read", "pair": "write", "admin": "admin"}
     with dis.Server([], authorize=owners.get) as server:

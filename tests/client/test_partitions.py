@@ -58,6 +58,23 @@ def test_a_partition_is_read_in_another_process(client: dis.Client) -> None:
     assert len(planned) > 1
 
 
+@pytest.mark.parametrize("ticket", [b"a ticket that is used again", b"x" * 65_472])
+@pytest.mark.parametrize("listener", ["tcp://127.0.0.1:0", None])
+def test_a_partition_of_a_version_is_of_no_other(listener: str | None, ticket: bytes) -> None:
+    """Without a listener, only Flight leads to the data."""
+    with dis.Server([listener] if listener else []) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("again", TABLE[:2], ticket=ticket)
+        first = client.dataset("again")
+        (part,) = partitions(first)
+        assert part.read_table(columns=["n"]) == TABLE[:2].select(["n"])
+        server.publish("again", TABLE[2:4], ticket=ticket)
+        with pytest.raises(dis.DatasetNotFound):
+            part.read_table()
+        with pytest.raises(dis.DatasetNotFound):
+            client.read_endpoint(first.info, first.info.endpoints[0])
+        assert client.read("again", filter=("n", ">", 2), columns=["half"]).read_all() == TABLE[3:4].select(["half"])
+
+
 def test_a_stream_that_can_be_read_once_is_refused(server: dis.Server, client: dis.Client) -> None:
     server.publish("once", TABLE.to_reader(), live=dis.Live())
     (whole,) = partitions(client["once"])

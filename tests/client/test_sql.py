@@ -425,6 +425,29 @@ def test_errors_of_datasets_keep_their_class() -> None:
             assert caught.value.code == "source_failed"
 
 
+@pytest.mark.parametrize("listener", ["shm:", "tcp://127.0.0.1:0"])
+def test_a_dataset_that_is_replaced_after_its_look_up_is_looked_up_again(
+    listener: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dis.Server([listener]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("orders", ORDERS)
+        server.publish("customers", CUSTOMERS)
+        describe, versions = client.describe_current, [2, 3, 4]
+
+        def describe_and_replace(name: str) -> DatasetInfo:
+            info = describe(name)
+            if versions and name == "orders":
+                server.publish("orders", ORDERS.set_column(0, "n", pa.array([versions.pop()] * ROWS)))
+            return info
+
+        monkeypatch.setattr(client, "describe_current", describe_and_replace)
+        query = "SELECT sum(n) AS n, count(DISTINCT customer) AS customers FROM orders JOIN customers USING (customer)"
+        assert client.sql(query).to_pylist() == [{"n": 2 * ROWS, "customers": 10}]
+        server.drop("orders")
+        with pytest.raises(DatasetNotFound, match="DuckDB has no table 'orders'"):
+            client.sql(query)
+
+
 def test_names_that_differ_in_case_are_not_confused() -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("a", pa.table({"x": [1]}))
@@ -492,6 +515,36 @@ def test_a_table_of_a_script_hides_the_dataset_of_its_name(tmp_path: Path) -> No
                     assert client.sql(query).to_pylist() == [{"x": x}]
             with pytest.raises(OptionError, match="Circular reference"):
                 client.sql("WITH c AS (FROM c) FROM c")
+
+
+def test_a_dataset_hides_the_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hidden.csv").write_text("n\n1\n")
+    (tmp_path / "file.csv").write_text("n\n2\n")
+    queries = [
+        "SELECT n FROM '{}'",
+        'SELECT max(n) AS n FROM "{}" a JOIN orders USING (n)',
+        "SELECT n FROM query_table('\"{}\"')",
+        "CREATE TABLE t AS FROM '{}'; SELECT n FROM t",
+        "CREATE TABLE t AS SELECT 0 AS n; UPDATE t SET n = (SELECT max(n) FROM '{}'); FROM t",
+        "PIVOT (SELECT n FROM '{}') ON n USING max(n)",
+    ]
+    with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("orders", ORDERS)
+        server.publish("hidden.csv", ORDERS[7:8])
+        for _ in range(2):  # the second time, the queries and the dataset are kept
+            for query in queries:
+                with case(query):
+                    assert client.sql(query.format("hidden.csv")).to_pydict() in ({"n": [7]}, {"7": [7]})
+                    assert client.sql(query.format("file.csv")).to_pydict() in ({"n": [2]}, {"2": [2]})
+        script = 'CREATE TABLE "hidden.csv" AS SELECT 5 AS n; SELECT n FROM "hidden.csv"'
+        assert client.sql(script).to_pylist() == [{"n": 5}]
+        server.publish("file.csv", ORDERS[8:9])
+        server.publish("hidden.csv", ORDERS[9:10])
+        for query in queries[:2]:
+            assert [client.sql(query.format(f"{name}.csv"))["n"][0].as_py() for name in ("hidden", "file")] == [9, 8]
+        server.drop("hidden.csv")
+        assert [client.sql(query.format("hidden.csv"))["n"][0].as_py() for query in queries[:2]] == [1, 1]
 
 
 def test_tensors_have_no_rows() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.flight
 import pytest
 
 import dissociated as dis
@@ -17,7 +18,7 @@ from dissociated.errors import TransportError
 from dissociated.memory import live as live_memory
 from dissociated.server import connections
 from memory.maps import shared_bytes
-from support.helpers import PATIENCE, Serve, clients_end, connections_left, location, no_threads, open_live
+from support.helpers import PATIENCE, Serve, clients_end, connections_left, location, no_threads, open_live, wait_until
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string())])
 ROWS = 10_000
@@ -103,6 +104,23 @@ def test_a_stream_that_could_not_begin_begins_with_the_next_consumer(serve: Serv
     with no_threads(), pytest.raises(TransportError, match=r"cannot start the thread .*: can't start new thread"):
         server.dataset("live").open_reader()
     assert numbers(open_live(server, "tcp")) == [0, 1]
+
+
+@pytest.mark.parametrize("columns", [None, ["n"]])
+def test_a_client_of_flight_that_is_gone_is_no_consumer(serve: Serve, columns: list[str] | None) -> None:
+    """It waits for the second consumer, and its call is cancelled. The stream begins with two others."""
+    server = serve("tcp://127.0.0.1:0", catalog="grpc://127.0.0.1:0", ticket_lifetime=60)
+    with Fed() as fed, dis.connect(server.catalog_uri) as client:
+        server.publish("live", fed.reader(), live=dis.Live(consumers=2, late="refuse"))
+        ticket = server.ticket("live", columns=columns)
+        gone = pa.flight.connect(server.catalog_uri).do_get(pa.flight.Ticket(ticket))
+        wait_until(lambda: server.dataset("live").readers == 1, "the server sends to the client")
+        gone.cancel()
+        wait_until(lambda: server.dataset("live").readers == 0, "the server notices that the client is gone")
+        first, second = client.read("live", transport="grpc"), open_live(server, "tcp")
+        fed.put(batch(0))
+        fed.put(None)
+        assert [numbers(one) for one in (first, second)] == [[0], [0]]
 
 
 def test_a_late_consumer_joins_where_the_stream_is(serve: Serve) -> None:
@@ -330,9 +348,10 @@ def test_a_slow_consumer_is_waited_for(serve: Serve) -> None:
         assert found == fast.result(PATIENCE) == list(range(20))
 
 
-def test_a_consumer_that_stops_does_not_hold_up_the_others(serve: Serve) -> None:
+@pytest.mark.parametrize("stall_timeout", [PATIENCE, float("inf"), 1e300])
+def test_a_consumer_that_stops_does_not_hold_up_the_others(serve: Serve, stall_timeout: float) -> None:
     server = serve("shm:", live_limit=1 << 20)
-    server.publish("live", reader(map(batch, range(50))), live=dis.Live(consumers=2, stall_timeout=PATIENCE))
+    server.publish("live", reader(map(batch, range(50))), live=dis.Live(consumers=2, stall_timeout=stall_timeout))
     one, other = open_live(server, "shm"), open_live(server, "shm")
     kept = one.read_next_batch()
     del one  # it reads no further, and still holds a batch

@@ -27,7 +27,7 @@ from dissociated.control.access import Security
 from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.flight_streams import receive_put
 from dissociated.control.version import NodeRecord, Version
-from dissociated.datasets.base import Dataset
+from dissociated.datasets.base import Dataset, IsGone
 from dissociated.errors import CatalogError, DissociatedError
 from dissociated.monitoring.status import NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
@@ -123,8 +123,12 @@ class Catalog(ABC):
             CatalogError: The tickets of this catalog have no guaranteed lifetime.
         """
 
-    def open(self, ticket: bytes) -> pa.RecordBatchReader:
+    def open(self, ticket: bytes, is_gone: IsGone) -> pa.RecordBatchReader:
         """Return the stream for a ticket, read here or from the node that holds the part.
+
+        Args:
+            ticket: The ticket.
+            is_gone: See `Dataset.open_reader_for`.
 
         Raises:
             DatasetNotFound: No dataset has this ticket.
@@ -132,7 +136,7 @@ class Catalog(ABC):
         """
         identifier = self._registry.tickets.check(Request.parse(ticket).ticket, self._registry.now()).identifier
         if self._registry.lookup(identifier) is not None:
-            return self.holdings.open(ticket)
+            return self.holdings.open(ticket, is_gone)
         return self._open_remote(identifier, ticket)
 
     @abstractmethod

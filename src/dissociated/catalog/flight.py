@@ -196,7 +196,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with flight_errors(self._log, context):
-            reader = self._catalog.open(ticket.ticket)
+            reader = self._catalog.open(ticket.ticket, context.is_cancelled)
             call = context.get_middleware(_CALL)
             limited = call is not None and call.is_limited
         # Both iterators need `_with_flight_errors`: pyarrow pulls the batches of a run itself, and would send the

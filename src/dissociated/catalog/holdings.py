@@ -13,7 +13,7 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.control.access import Signer, Unsigned
 from dissociated.control.version import Part, Version
-from dissociated.datasets.base import Dataset
+from dissociated.datasets.base import Dataset, IsGone
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.static import StaticDataset
@@ -100,8 +100,12 @@ class Holdings:
     def _withdraw_missing(self, parts: Sequence[str]) -> None:
         self.registry.withdraw_parts([part for part in parts if self.backend.store.version(part) is None])
 
-    def open(self, ticket: bytes) -> pa.RecordBatchReader:
+    def open(self, ticket: bytes, is_gone: IsGone) -> pa.RecordBatchReader:
         """Return a reader of the data of a ticket, or of a selection of that data, for Flight.
+
+        Args:
+            ticket: The ticket.
+            is_gone: See `Dataset.open_reader_for`.
 
         Raises:
             DatasetNotFound: No dataset has this ticket.
@@ -110,9 +114,9 @@ class Holdings:
             SourceError: The data cannot be read.
         """
         request = Request.parse(ticket)
-        published, granted = self.registry.resolve_ticket(request.ticket, request.part)
+        published, granted = self.registry.resolve_ticket(request.ticket, request.part, is_gone)
         with source_errors(published.name):
-            reader = self.registry.select(granted, request.selection).open_reader()
+            reader = self.registry.select(granted, request.selection).open_reader_for(is_gone)
         self.activity.flight()
 
         def pairs() -> Iterator[BatchAndMetadata]:

@@ -17,7 +17,7 @@ from dissociated.base.buffers import MAX_METADATA
 from dissociated.base.display import html
 from dissociated.base.host import boot_id
 from dissociated.client.endpoints import EndpointReader
-from dissociated.client.flight_connection import CatalogConnection, open_flight
+from dissociated.client.flight_connection import CatalogConnection, open_flight, token_for
 from dissociated.client.idle import IdleConnections
 from dissociated.client.lookup import Identities, Lookup, caller_identity
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT, ReadRequest
@@ -96,8 +96,9 @@ class CatalogClient:
         self.defaults = replace(self.defaults, traceparent=traceparent)
 
     def with_uri(self, uri: str) -> Self:
-        """Return a client of another catalog, with the parameters of this one."""
-        return type(self)(uri, *self._parameters[1:])
+        """Return a client of a node that this catalog names, with the same parameters. See `token_for`."""
+        catalog, timeout, token = self._parameters[:3]
+        return type(self)(uri, timeout, token_for(uri, catalog, token), *self._parameters[3:])
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.uri}>"

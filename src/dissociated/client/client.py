@@ -243,14 +243,14 @@ class Client(CatalogClient):
         """Run a query of SQL over the datasets in DuckDB, and return its result (`pip install duckdb`).
 
         The tables are the current versions of the datasets. Write a name in double quotes if it has other characters
-        than letters, digits and underscores. DuckDB resolves all other names: "other.parquet" is a file, which may be
-        read twice, and so must be a regular one. DuckDB does not distinguish `a` and `A`. If both are datasets, a query
-        that contains both names is refused, and so is one over either that computes names, with `query_table`. Data in
-        shared memory is not copied, and stays mapped for 8 s for the next query, or until this client puts, commits or
-        drops a dataset; else only the needed columns and rows are read. Of several statements, the last must return
-        rows: a query, also `PIVOT` or `EXPLAIN`. Statements that would change a dataset are refused. Tables and
-        settings of a call do not remain for later calls. But a function that changes DuckDB itself, such as
-        `enable_logging()`, does so until the client is closed.
+        than letters, digits and underscores. DuckDB resolves all other names: "other.parquet" is a file if no dataset
+        has this name. The file may be read twice, and so must be a regular one. DuckDB does not distinguish `a` and
+        `A`. If both are datasets, a query that contains both names is refused, and so is one over either that computes
+        names, with `query_table`. Data in shared memory is not copied, and stays mapped for 8 s for the next query, or
+        until this client puts, commits or drops a dataset; else only the needed columns and rows are read. Of several
+        statements, the last must return rows: a query, also `PIVOT` or `EXPLAIN`. Statements that would change a
+        dataset are refused. Tables and settings of a call do not remain for later calls. But a function that changes
+        DuckDB itself, such as `enable_logging()`, does so until the client is closed.
 
         Returns:
             The result. It has memory of its own, and needs neither the client nor the datasets.

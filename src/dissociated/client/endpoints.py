@@ -66,7 +66,9 @@ RoutesTo: TypeAlias = Callable[[DatasetInfo, Endpoint, ReadRequest], list[Route]
 
 _CLIENT_PARAMETERS = ("roots", "allow", "files")  # parameters of locations that only the connecting side may set
 _MAX_PLANS = 16  # plans that are kept
-_MAX_RETRIES = 10  # number of times that a dataset may be replaced between its look-up and its request
+
+#: Number of times that a dataset may be replaced between its look-up and its request.
+MAX_RETRIES = 10
 
 
 class EndpointReader:
@@ -129,7 +131,7 @@ class EndpointReader:
                     with _opening(info, info.endpoints):
                         return open_info(info, traced)
                 except (RemoteError, DatasetNotFound):  # raised by a transport, or by Flight
-                    if retries == _MAX_RETRIES:
+                    if retries == MAX_RETRIES:
                         raise
                     retries += 1
                     current = describe()
@@ -186,7 +188,7 @@ class EndpointReader:
         ]
         if any(not route.on_device for route in trusted):
             return trusted
-        return [*trusted, self._by_flight(endpoint)]
+        return [*trusted, Route.by_flight(endpoint)]
 
     def _all_routes(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> list[Route]:
         """Return the routes to an endpoint, with Flight as the last unless the request excludes it.
@@ -199,10 +201,7 @@ class EndpointReader:
         excluded = request.transport is not None or not request.decompress or request.options.memory_pool is not None
         if excluded or not routes[-1].uris or not flight_uris(endpoint):
             return routes
-        return [*routes, self._by_flight(endpoint)]
-
-    def _by_flight(self, endpoint: Endpoint) -> Route:
-        return Route.by_flight([uri for route in locations(endpoint) for uri in route] if endpoint.hosts else [])
+        return [*routes, Route.by_flight(endpoint)]
 
     def _open(self, part: PartPlan) -> pa.RecordBatchReader:
         return open_part(part, self._open_flight)

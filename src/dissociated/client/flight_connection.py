@@ -117,12 +117,8 @@ class CatalogConnection(ProcessBound):
             return call(self.connected())
 
     def with_uri(self, uri: str) -> CatalogConnection:
-        """Return a connection to another server, which this one names.
-
-        A token that was protected by TLS or a Unix socket is not sent in the clear.
-        """
-        secret = self.uri.startswith(_CONFIDENTIAL) and not uri.startswith(_CONFIDENTIAL)
-        return CatalogConnection(uri, self.timeout, None if secret else self._token, self._tls_roots)
+        """Return a connection to another server, which this one names. See `token_for`."""
+        return CatalogConnection(uri, self.timeout, token_for(uri, self.uri, self._token), self._tls_roots)
 
     def call_options(self) -> Any:
         """Return the options of a call that must be answered within the timeout."""
@@ -201,6 +197,15 @@ class CatalogConnection(ProcessBound):
             use_grpc()
             self._connection = flight.FlightClient(self.uri, **self._parameters)
         return self._connection
+
+
+def token_for(uri: str, catalog: str, token: str | None) -> str | None:
+    """Return the token to send to `uri`, which `catalog` has named; None for a token that only `catalog` protects.
+
+    TLS and Unix sockets protect a token. It is not sent in the clear, whatever the catalog says.
+    """
+    is_exposed = catalog.startswith(_CONFIDENTIAL) and not uri.startswith(_CONFIDENTIAL)
+    return None if is_exposed else token
 
 
 def _lost_after(keepalive_timeout: float) -> list[tuple[str, int]]:

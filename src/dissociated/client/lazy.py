@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from inspect import signature
@@ -194,6 +195,13 @@ def _conjuncts(tree: Any) -> Iterator[tuple[str, str, Any]]:
         case {"BinaryExpr": {"left": left, "op": "And", "right": right}}:
             yield from _conjuncts(left)
             yield from _conjuncts(right)
+        case _:
+            with suppress(OverflowError, ValueError):  # Python has no such date or time
+                yield from [*_conditions(tree)]
+
+
+def _conditions(tree: Any) -> Iterator[tuple[str, str, Any]]:
+    match tree:
         case {"BinaryExpr": {"left": {"Column": str(name)}, "op": str(op), "right": {"Literal": literal}}}:
             yield from _comparison(name, op, literal)
         case {"BinaryExpr": {"left": {"Literal": literal}, "op": str(op), "right": {"Column": str(name)}}}:

@@ -17,7 +17,7 @@ from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.columns import filter_batches, select_fields, slice_batches, slice_rows
 from dissociated.codec.inplace import MappedReader
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.control.locations import Endpoint
+from dissociated.control.locations import Endpoint, locations
 from dissociated.errors import CatalogError, FormatError, RemoteProtocolError
 from dissociated.format.encapsulated import walk
 from dissociated.format.message import is_compressed
@@ -107,14 +107,16 @@ class Route:
         return cls(tuple(uris), Capabilities.of(uris), is_unresponsive=is_unresponsive)
 
     @classmethod
-    def by_flight(cls, uris: Sequence[Uri]) -> Route:
-        """Return the route by Flight to a part that can also be reached at these URIs.
+    def by_flight(cls, endpoint: Endpoint) -> Route:
+        """Return the route to an endpoint by Flight.
 
-        A server that applies selections there does so over Flight, too.
+        Our catalogs understand requests there. They filter if a server that sends rows elsewhere does.
         """
-        servers = [Capabilities.of([uri]) for uri in uris]
+        if not endpoint.hosts:
+            return cls((), Capabilities())
+        servers = [Capabilities.of([uri]) for route in locations(endpoint) for uri in route]
         filters = next((server.filters for server in servers if not server.shares_memory), False)
-        return cls((), Capabilities(any(server.selects for server in servers), filters))
+        return cls((), Capabilities(selects=True, filters=filters))
 
     @property
     def is_flight(self) -> bool:

@@ -55,6 +55,7 @@ class Put:
         self.rows = 0
         #: Whether all data was read. Incomplete data is not published.
         self.complete = False
+        self._progress_error: BaseException | None = None
         #: Bytes of all bodies, or a lower bound, or None. A node first makes room for this many bytes.
         self.nbytes = self._measure() if self.source.repeatable else self.source.min_packed_size
 
@@ -84,7 +85,10 @@ class Put:
         except BaseException as error:
             if (stage is not None or self.complete) and self._was_published(client, error):
                 return self.rows
-            raise
+            if self._progress_error is None:
+                raise
+            error, self._progress_error = self._progress_error, None  # Flight raises another one
+            raise error from None
 
     def _write_and_commit(self, client: CatalogClient, stage: StagePlace) -> int:
         segment = StagedSegment(f"{self.commit.key}-0.arrows", stage.node)
@@ -113,7 +117,7 @@ class Put:
         """Yield all batches and their metadata, once, and call `progress` after each.
 
         Raises:
-            SourceError: The source cannot be read.
+            SourceError: The source cannot be read. Errors of `progress` are passed on.
         """
         remaining = batches(self._reader)
         nbytes = 0
@@ -127,7 +131,11 @@ class Put:
             self.rows += pair[0].num_rows
             if self.progress is not None:
                 nbytes += values_size(pair[0])
-                self.progress(self.rows, nbytes, self.source.rows)
+                try:
+                    self.progress(self.rows, nbytes, self.source.rows)
+                except BaseException as error:
+                    self._progress_error = error
+                    raise
 
     def send_by_flight(self, client: Any) -> int:
         """Send the data by DoPut of a Flight client, which commits it. Return the number of rows."""

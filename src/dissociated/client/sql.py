@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from dissociated.client.calls import CatalogClient
 from dissociated.client.dataset import DatasetHandle
+from dissociated.client.endpoints import MAX_RETRIES
 from dissociated.client.mapped import MappedVersion
 from dissociated.client.request import ReadRequest
 from dissociated.client.scanner import Scanner
@@ -26,7 +27,8 @@ from dissociated.client.version_reader import VersionReader
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.errors import DatasetNotFound, DissociatedError, Failure, OptionError, WrongKind
+from dissociated.control.messages import MAX_CURRENT
+from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, Failure, OptionError, WrongKind
 
 try:
     import duckdb
@@ -44,6 +46,8 @@ _COMPUTING = re.compile(
     r'\bquery(_table)?"?\s*(\(|/\*|--)|json_execute_serialized_sql|substrait|\battach\b|\bimport[_\s]+database\b',
     re.IGNORECASE,
 )
+_QUOTED = re.compile(r"""(['"])((?:(?!\1).)+)\1""")
+_TABLES = "SELECT table_name FROM duckdb_tables() UNION SELECT view_name FROM duckdb_views() WHERE NOT internal"
 #: Kinds of statements that change tables, and kinds after which there are tables that they can change.
 _CHANGING = {"INSERT", "UPDATE", "DELETE", "DROP", "ALTER", "MERGE_INTO"}
 _PREPARING = {"CREATE", "ATTACH"}
@@ -154,21 +158,23 @@ class SqlSession:
             DatasetNotFound: There is neither a table nor a dataset of a name.
             WrongKind: The dataset of a name holds tensors.
         """
+        earlier_names, retries = {*self._datasets}, 0
         if self._text is not None and self._registered:  # by the session that kept the query
-            self._find_kept({*self._registered})
+            named = {*self._registered}
+            self._find_kept(named)
             if self._datasets.keys() != self._registered.keys():  # some have changed
                 self._connection.close()
                 self._connection, self._registered = self._client.sql_database.connect(), {}
             names = {*self._datasets}
         else:
             self._unregister()
-            names = self._names(statement.query)
-            if not self._is_shared:  # earlier statements may have made tables of these names
-                names.clear()
+            named = self._names(statement.query)
+            names = {*named} if self._is_shared else set()  # earlier statements may have made tables of these names
             self._find_kept(names)
             names &= self._datasets.keys()
             for name in names:
                 self._check_spelling(name)
+        names |= self._find_like_files(named)
         kind = statement.type.name
         is_tried = self._is_shared  # other statements might take effect twice
         while True:
@@ -176,16 +182,26 @@ class SqlSession:
                 dataset = self._datasets[name]
                 self._register(name, dataset.begin(statement.query) if is_tried else dataset.whole)
             self._failures.clear()
-            with self._errors():
-                try:
-                    relation = self._connection.sql(statement)
-                    if relation is None or kind in _CHANGING | _PREPARING:
-                        return None
-                    if (reader := self._begin(relation, statement)) is not None:
-                        return reader
-                    is_tried = False
-                except (duckdb.CatalogException, duckdb.BinderException) as error:
-                    names.add(self._find_missing(error, names))
+            try:
+                with self._errors():
+                    try:
+                        relation = self._connection.sql(statement)
+                        if relation is None or kind in _CHANGING | _PREPARING:
+                            return None
+                        if (reader := self._begin(relation, statement)) is not None:
+                            return reader
+                        is_tried = False
+                    except (duckdb.CatalogException, duckdb.BinderException) as error:
+                        names.add(self._find_missing(error, names))
+            except DatasetNotFound:
+                replaced = names - earlier_names if self._failures and self._is_shared else set()
+                if not replaced or retries == MAX_RETRIES:
+                    raise
+                retries += 1
+                for name in replaced:  # look up again all that this statement was the first to use
+                    self._connection.unregister(name)
+                    del self._registered[name], self._datasets[name]
+                names = names - replaced | self._find_like_files(replaced)
 
     def _begin(self, relation: Any, statement: duckdb.Statement) -> pa.RecordBatchReader | None:
         """Return the result of a statement, of which the first batch was read; None if a handle has refused a scan.
@@ -247,6 +263,28 @@ class SqlSession:
         self._check_spelling(name)
         return name
 
+    def _find_like_files(self, names: set[str]) -> set[str]:
+        """Find the datasets among these names that DuckDB would not lack, because it may take the names for files."""
+        like_files = {name for name in names if "." in name}
+        if like_files and not self._is_shared:
+            tables = self._connection.execute(_TABLES).fetchall()
+            like_files = {name for name in like_files if not any(_fold(table) == _fold(name) for (table,) in tables)}
+        unknown = like_files - self._datasets.keys()
+        if not unknown:
+            return like_files
+        candidates = [*unknown]
+        with suppress(CatalogError):  # the server is not of this library
+            questions = [candidates[at : at + MAX_CURRENT] for at in range(0, len(candidates), MAX_CURRENT)]
+            current = set().union(*map(self._client.current, questions))
+            candidates = [name for name in candidates if name in current]
+        for name in candidates:
+            with suppress(DatasetNotFound):
+                self._datasets[name] = self._find(name)
+                self._check_spelling(name)
+        if not unknown <= self._datasets.keys():
+            self._text = None  # a file that the query reads may be a dataset when it comes again
+        return like_files & self._datasets.keys()
+
     def _unregister(self) -> None:
         """Make DuckDB forget the datasets of the last statement."""
         for name in self._registered:
@@ -266,7 +304,7 @@ class SqlSession:
             raise OptionError(str(error).strip()) from None
 
     def _names(self, statement: str) -> set[str]:
-        """Return the names in a query; none if it fails, or the statement is no query.
+        """Return the names of tables in a statement, or all quoted names if DuckDB does not tell these.
 
         Raises:
             OptionError: DuckDB takes two names for one, although datasets may have both.
@@ -274,7 +312,7 @@ class SqlSession:
         try:
             table_names: set[str] = self._connection.get_table_names(statement)
         except duckdb.Error:
-            return set()
+            return {name for _, name in _QUOTED.findall(statement)}
         spellings: dict[bytes, str] = {}
         for name in sorted(table_names):
             if (first_spelling := spellings.setdefault(_fold(name), name)) != name:
@@ -306,18 +344,26 @@ class SqlSession:
         for info in infos:
             identity = {"version": info.version, "created": info.created, "began": info.lineage_id}
             if current.get(info.name) == identity:
-                self._datasets[info.name] = _SqlDataset(self._client, info, self._failures)
+                with suppress(DatasetNotFound):  # it was replaced meanwhile, and is looked up when DuckDB lacks it
+                    self._datasets[info.name] = _SqlDataset(self._client, info, self._failures)
 
     def _find(self, name: str) -> _SqlDataset:
-        try:
-            info = self._client.describe_current(name)
-        except DatasetNotFound as unknown:
-            raise DatasetNotFound(f"DuckDB has no table {name!r}, and {unknown}") from None
-        if info.tensors is not None:
-            raise WrongKind(
-                f"{name!r} holds tensors, which have no rows: client.read_tensors({name!r}) reads them in Python"
-            )
-        return _SqlDataset(self._client, info, self._failures)
+        retries = 0
+        while True:
+            try:
+                info = self._client.describe_current(name)
+            except DatasetNotFound as unknown:
+                raise DatasetNotFound(f"DuckDB has no table {name!r}, and {unknown}") from None
+            if info.tensors is not None:
+                raise WrongKind(
+                    f"{name!r} holds tensors, which have no rows: client.read_tensors({name!r}) reads them in Python"
+                )
+            try:
+                return _SqlDataset(self._client, info, self._failures)
+            except DatasetNotFound:  # it was replaced after the look-up
+                if retries == MAX_RETRIES:
+                    raise
+                retries += 1
 
 
 def _fold(name: str) -> bytes:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import inspect
 import json
 import logging
 import os
@@ -46,6 +47,7 @@ _log = logging.getLogger(__name__)
 
 _MAC = hashlib.sha256().digest_size
 _ticket_header = struct.Struct("<QH")
+_MAX_TICKET = MAX_IDENTIFIER - 64  # A request also names the part, which tells publications with one ticket apart.
 _EXPIRY_STEPS = 8  # possible times of expiry in a lifetime
 
 _FOREIGN = "this ticket was not made by this server, or was altered: look the dataset up again"
@@ -228,7 +230,9 @@ class Tokens:
 
     @classmethod
     def read(cls, path: str | Path) -> Tokens:
-        """Read tokens from a file, one a line: TOKEN, NAME TOKEN or NAME TOKEN ROLE. `#` begins a comment.
+        """Read tokens from a file, one a line: TOKEN, NAME TOKEN or NAME TOKEN ROLE.
+
+        A line that begins with `#` is a comment.
 
         Raises:
             OptionError: The file cannot be read, has other lines, or repeats a token.
@@ -284,7 +288,13 @@ def check_token(token: str) -> str:
 
 
 def authorizer(authorize: Authorize | Iterable[str] | Mapping[str, Owner]) -> Authorize:
-    """Return `authorize` if it is callable, or else a callable that decides by these tokens."""
+    """Return `authorize` if it is callable, or else a callable that decides by these tokens.
+
+    Raises:
+        OptionError: It is an asynchronous function, or see `Tokens`.
+    """
+    if inspect.iscoroutinefunction(authorize):
+        raise OptionError("authorize is an async function, and is not awaited: give a function that returns the owner")
     return authorize if callable(authorize) else Tokens(authorize)
 
 
@@ -292,7 +302,7 @@ def identify(authorize: Authorize, token: str) -> Identity | None:
     """Return the owner of a token and its role; None if the token is not accepted.
 
     Raises:
-        OptionError: The role does not exist. Errors of the operator's `authorize` are passed on.
+        OptionError: The result is no owner, or its role does not exist. Errors of `authorize` itself are passed on.
     """
     owner = authorize(token)
     return _identity(owner) if owner else None
@@ -300,17 +310,19 @@ def identify(authorize: Authorize, token: str) -> Identity | None:
 
 def _identity(owner: object) -> Identity:
     """Return the name and the role in a result of `authorize`."""
+    if owner is True or isinstance(owner, str):
+        return Identity("" if owner is True else owner, DEFAULT_ROLE)
     if not isinstance(owner, tuple):
-        return Identity(owner if isinstance(owner, str) else "", DEFAULT_ROLE)
+        raise OptionError(f"the owner of a token is a {type(owner).__name__}: give a name, a name and a role, or True")
     name, role = owner
     return Identity(str(name), role if role in TOKEN_ROLES.values() else Role.parse(role))
 
 
 def _check_length(length: int) -> None:
-    if length > MAX_IDENTIFIER:
+    if length > _MAX_TICKET:
         raise OptionError(
-            f"a ticket of {length:,} bytes is too long, since a request has at most {MAX_IDENTIFIER:,}: choose a "
-            "shorter one, or grant fewer columns"
+            f"a ticket of {length:,} bytes is too long, since it may have {_MAX_TICKET:,} at most: choose a shorter "
+            "one, or grant fewer columns"
         )
 
 
@@ -342,7 +354,7 @@ def _lines(path: str | Path) -> list[_Line]:
 
 def _line(path: str | Path, number: int, words: list[str]) -> _Line:
     """Parse a line. An error does not quote the line, because any of its words may be a token."""
-    match words:
+    match [] if any(word.startswith("#") for word in words) else words:  # a comment is no token
         case [token] if token not in TOKEN_ROLES:
             return _Line(None, token, DEFAULT_ROLE)
         case [name, token] if token not in TOKEN_ROLES:
@@ -351,7 +363,8 @@ def _line(path: str | Path, number: int, words: list[str]) -> _Line:
             return _Line(name, token, TOKEN_ROLES[role])
     roles = ", ".join(TOKEN_ROLES)
     raise OptionError(
-        f"line {number} of {str(path)!r} is not TOKEN, NAME TOKEN or NAME TOKEN ROLE; the roles are {roles}"
+        f"line {number} of {str(path)!r} is not TOKEN, NAME TOKEN or NAME TOKEN ROLE; the roles are {roles}. "
+        "A comment has a line of its own"
     )
 
 

@@ -43,7 +43,7 @@ def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Batc
         client: A Flight client.
         descriptor: The descriptor of the dataset.
         schema: The schema of the batches.
-        pairs: The batches with their metadata. An error that this iterator raises is raised to the caller.
+        pairs: The batches with their metadata. If they raise an error of this library, the caller gets it.
 
     Raises:
         FlightError: The server refused the stream, or failed.

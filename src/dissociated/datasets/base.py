@@ -32,6 +32,8 @@ Source: TypeAlias = Any
 OpenReader: TypeAlias = Callable[[], pa.RecordBatchReader]
 #: A function that opens a reader of the columns at the given positions. It skips positions that no longer exist.
 OpenColumns: TypeAlias = Callable[[Sequence[int]], pa.RecordBatchReader]
+#: Tells whether the client of a stream has disconnected.
+IsGone: TypeAlias = Callable[[], bool]
 
 
 class Dataset(ABC):
@@ -151,6 +153,10 @@ class Dataset(ABC):
     @abstractmethod
     def open_reader(self) -> pa.RecordBatchReader:
         """Open a reader over the dataset in this process. Raise SourceError if it cannot be read, or not once more."""
+
+    def open_reader_for(self, is_gone: IsGone) -> pa.RecordBatchReader:
+        """Open a reader for a client. While it waits for other clients, it looks whether its own `is_gone`."""
+        return self.open_reader()
 
     @property
     def exposed(self) -> bool:

@@ -10,15 +10,18 @@ import pyarrow as pa
 from dissociated.codec.columns import select_columns, select_fields
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import WriteOptions, check_options
-from dissociated.datasets.base import Dataset, Source
+from dissociated.datasets.base import Dataset, IsGone, Source
 from dissociated.datasets.consumer import Consumer
 from dissociated.datasets.fanout import Fanout
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import LiveMessage
 from dissociated.datasets.pump import Pump
 from dissociated.datasets.sources import check_schema, open_source
-from dissociated.errors import OptionError
+from dissociated.errors import ConnectionClosed, OptionError
 from dissociated.format.projection import Projection
+
+#: Seconds between two looks whether a client that waits for the next message is gone.
+_GONE_INTERVAL = 0.25
 
 
 class BroadcastDataset(Dataset):
@@ -32,6 +35,12 @@ class BroadcastDataset(Dataset):
     @property
     def notes_missed(self) -> bool:  # type: ignore[override]
         return self.live.policy != "block"
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return self.open_reader_for(None)
+
+    @abstractmethod
+    def open_reader_for(self, is_gone: IsGone | None) -> pa.RecordBatchReader: ...
 
     @abstractmethod
     def project(self, item: LiveMessage) -> LiveMessage | None:
@@ -74,9 +83,9 @@ class Broadcast(BroadcastDataset):
     def exhausted(self) -> bool:  # type: ignore[override]
         return self.fanout.has_ended
 
-    def open_reader(self) -> pa.RecordBatchReader:
+    def open_reader_for(self, is_gone: IsGone | None) -> pa.RecordBatchReader:
         woken = threading.Event()
-        return join(_messages(self.fanout, self.fanout.join(woken.set), woken))
+        return join(_messages(self.fanout, self.fanout.join(woken.set), woken, is_gone))
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         return _BroadcastColumns(self, indices, self._pump.schema.header)
@@ -118,20 +127,27 @@ class _BroadcastColumns(BroadcastDataset):
         extents = [item.extents[index] for index in chosen.indices] if item.extents else []
         return LiveMessage(chosen.header, chosen.parsed, chosen.body(item.body), 0, item.region, extents)
 
-    def open_reader(self) -> pa.RecordBatchReader:
-        return select_columns(self._whole.open_reader(), self._indices)
+    def open_reader_for(self, is_gone: IsGone | None) -> pa.RecordBatchReader:
+        return select_columns(self._whole.open_reader_for(is_gone), self._indices)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         return _BroadcastColumns(self._whole, tuple(self._indices[index] for index in indices), self._schema)
 
 
-def _messages(fanout: Fanout, consumer: Consumer, woken: threading.Event) -> Messages:
-    """Yield the messages of `consumer`, for libarrow to join into batches in this process."""
+def _messages(fanout: Fanout, consumer: Consumer, woken: threading.Event, is_gone: IsGone | None) -> Messages:
+    """Yield the messages of `consumer`, for libarrow to join into batches in this process.
+
+    Raises:
+        ConnectionClosed: The consumer is a client, and `is_gone`.
+    """
+    interval = None if is_gone is None else _GONE_INTERVAL
     try:
         while not consumer.finished:
             items = fanout.take(consumer)
             if not items:
-                woken.wait()
+                while not woken.wait(interval):
+                    if is_gone is not None and is_gone():
+                        raise ConnectionClosed(f"the client of the live stream {fanout.name!r} has disconnected")
                 woken.clear()
             for message in [message for item in items for message in item.each()]:
                 body = None if message.body is None else b"".join(message.body)

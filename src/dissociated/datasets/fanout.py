@@ -29,6 +29,7 @@ from dissociated.datasets.live_message import QUEUED_OVERHEAD, SMALL_BODY, LiveM
 from dissociated.errors import SourceError, TransportError
 from dissociated.format.message import HeaderType, buffer_extents
 from dissociated.memory.live import LiveMemory
+from dissociated.transport.base import check_timeout
 
 _log = logging.getLogger(__name__)
 
@@ -341,7 +342,7 @@ class Fanout:
                 self._drop_oldest(consumer)
         if self._has_room(length):
             return True
-        patience = self._live.stall_timeout
+        patience = check_timeout(self._live.stall_timeout)  # which may be infinite
         since = time.monotonic()
         self.waits_for_room = True
         for consumer in self._active:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from dissociated.base.display import advise_name
 from dissociated.control.access import UNKNOWN_TICKET, Grant, Signer, Ticket, Unsigned
-from dissociated.datasets.base import Dataset
+from dissociated.datasets.base import Dataset, IsGone
 from dissociated.datasets.sources import isolate_columns
 from dissociated.datasets.streamed import select
 from dissociated.errors import DatasetNotFound, DissociatedError, FilterRefused
@@ -147,12 +147,15 @@ class Registry:
         with self._lock:
             return self._by_identifier.get(identifier)
 
-    def resolve_ticket(self, ticket: bytes, part: str | None = None) -> tuple[Dataset, Dataset]:
+    def resolve_ticket(
+        self, ticket: bytes, part: str | None = None, is_gone: IsGone = lambda: False
+    ) -> tuple[Dataset, Dataset]:
         """Resolve a ticket.
 
         Args:
             ticket: The ticket.
             part: The id of the part, which tells publications with the same ticket apart; None for the current one.
+            is_gone: See `Dataset.open_reader_for`.
 
         Returns:
             The published dataset, and the part of it that the ticket grants: the dataset itself, or some columns.
@@ -165,7 +168,7 @@ class Registry:
         dataset = self.lookup(identifier) if part is None else self.lookup_part(part)
         if dataset is None or dataset.ticket != identifier:
             raise DatasetNotFound(UNKNOWN_TICKET)
-        return dataset, dataset if columns is None else isolate_columns(dataset, columns)
+        return dataset, dataset if columns is None else isolate_columns(dataset, columns, is_gone)
 
     def select(self, whole: Dataset, selection: Selection | None) -> Dataset:
         """Return the part of a dataset that a request selects. See `streamed.select` for errors.

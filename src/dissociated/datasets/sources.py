@@ -18,7 +18,7 @@ from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.tensor import TENSOR_FORMATS, Tensor, split_tensor
 from dissociated.control.dataset_info import TensorInfo, tensors_schema
-from dissociated.datasets.base import Dataset, Source
+from dissociated.datasets.base import Dataset, IsGone, Source
 from dissociated.datasets.file import check_whole, file_dataset, foreign_kind
 from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
 from dissociated.datasets.source_errors import foreign_errors, foreign_reader, source_errors
@@ -316,7 +316,7 @@ class TensorDataset(StaticDataset):
             return self._mapped
 
 
-def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
+def isolate_columns(whole: Dataset, columns: Sequence[str], is_gone: IsGone) -> Dataset:
     """Return a dataset of some columns, for one reading, in memory that holds no other column.
 
     `Dataset.select` is no protection: clients of its result can map memory that holds the other columns, too.
@@ -324,7 +324,7 @@ def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
     Raises:
         ColumnNotFound: `whole` lacks one of the columns.
     """
-    reader = whole.select(Selection(tuple(columns))).open_reader()
+    reader = whole.select(Selection(tuple(columns))).open_reader_for(is_gone)
     return SourceDataset(whole.name, lambda: reader, one_shot=True)
 
 

@@ -12,6 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -39,6 +40,9 @@ _KINDS: Mapping[type, str] = {
     int: "a number",
     float: "a number",
 }
+_MAX_LEVELS = 2_000  # libarrow parses recursively, and needs more than the usual stack of 8 MiB for 10,000
+_NO_BRACKET = bytes(byte for byte in range(256) if byte not in b'{}[]"')
+_STEPS = bytes(1 if byte in b"{[" else 255 for byte in range(256))  # 255 is -1
 _ELEMENT = "[]"  # stands for the elements of an array in the path of a value
 _ALL_DIGITS_AS_0 = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
 
@@ -76,12 +80,12 @@ def open_text(name: str, source: Any, format: str) -> pa.RecordBatchReader:
     """
     source = source if isinstance(source, str) else _WatchedText(source)
     with source_errors(name), _text_errors(name, source, format):
-        if format == "jsonl" and (row := _null_before_objects(source)) is not None:
+        if format == "jsonl" and (crash := _find_crash(source)) is not None:
+            row, kind, remedy = crash
             raise concealed(
                 name,
-                f"row {row} of {source!r} is null where libarrow begins to parse a block of {_BLOCK_SIZE >> 20} MiB, "
-                "which would end this process: leave the row out, or write {} for it",
-                "a row is null",
+                f"row {row} of {source!r} is {kind}, which would end this process: {remedy}",
+                f"a row is {kind}",
             )
         reader = _open_csv(source) if format == "csv" else _open_json(source)
         return pa.RecordBatchReader.from_batches(reader.schema, _checked(name, source, format, reader))
@@ -100,21 +104,29 @@ def _open_csv(source: Any, use_threads: bool | None = None, **convert: Any) -> p
     if columns == 1:  # then a blank line is a row whose value is null, as which libarrow writes it
         options.skip_rows = blank_lines
         parsing.ignore_empty_lines = False
+        # With one byte more, the first block ends as it does in the whole text, so that the types are the same.
+        first_block = pa.BufferReader(_beginning(source, _BLOCK_SIZE + 1))
+        schema = pyarrow.csv.open_csv(first_block, options, parsing, pyarrow.csv.ConvertOptions(**convert)).schema
+        if schema.types[0] in (pa.string(), pa.binary()):  # in which neither words such as NA nor "" are null
+            convert |= {"null_values": [""], "strings_can_be_null": True, "quoted_strings_can_be_null": False}
     return pyarrow.csv.open_csv(source, options, parsing, pyarrow.csv.ConvertOptions(**convert))
 
 
 def _header(source: Any) -> tuple[int, int]:
     """Return the number of blank lines before the header of CSV, and the number of columns; 0 if there is no header."""
-    if isinstance(source, str):
-        with pa.input_stream(source) as file:
-            beginning = file.read(_HEADER_SIZE)
-    else:
-        beginning = source.beginning
-    lines = io.StringIO(beginning.decode("utf-8-sig", "replace"), newline="")
+    lines = io.StringIO(_beginning(source, _HEADER_SIZE).decode("utf-8-sig", "replace"), newline="")
     for blank_lines, fields in enumerate(csv.reader(lines)):
         if fields:
             return blank_lines, len(fields)
     return 0, 0
+
+
+def _beginning(source: Any, size: int) -> bytes:
+    """Return the first `size` bytes of CSV, or all of it if it has fewer."""
+    if isinstance(source, _WatchedText):
+        return source.peek(size)
+    with pa.input_stream(source) as file:
+        return bytes(file.read(size))
 
 
 def _open_json(source: Any) -> pa.RecordBatchReader:
@@ -126,13 +138,23 @@ def _open_json(source: Any) -> pa.RecordBatchReader:
     return pyarrow.json.open_json(source, options, parsing)
 
 
-def _null_before_objects(path: str) -> int | None:
-    """Return the number of the first row that is null and the first value of a block. libarrow 26 crashes there."""
+def _find_crash(path: str) -> tuple[int, str, str] | None:
+    """Find the first row at which libarrow 26 crashes: it is the first value of a block and null, or nested deeply.
+
+    Returns:
+        The number of the row, its fault, and the remedy; None if there is no such row.
+    """
     length, last_line = 0, b""  # the end of a block after its last line is parsed with the next block
     with pa.input_stream(path) as file:  # which decompresses the same files as libarrow's parser
         while block := file.read(_BLOCK_SIZE):
             text = last_line + block
             if null := _NULL_FIRST.match(text):
+                at = null.end()
+                kind = f"null where libarrow begins to parse a block of {_BLOCK_SIZE >> 20} MiB"
+                remedy = "leave the row out, or write {} for it"
+                break
+            if (deep := _find_deep_line(text)) is not None:
+                at, kind, remedy = deep, f"nested more than {_MAX_LEVELS:,} levels deep", "write it with fewer levels"
                 break
             length += len(block)
             end = text.rfind(b"\n") + 1
@@ -141,10 +163,34 @@ def _null_before_objects(path: str) -> int | None:
                 return None  # libarrow refuses a line that is longer than a block
         else:
             return None
-    end = length - len(last_line) + null.end()
+    end = length - len(last_line) + at
     with pa.input_stream(path) as file:
         lines: int = sum(file.read(min(_BLOCK_SIZE, end - at)).count(b"\n") for at in range(0, end, _BLOCK_SIZE))
-    return lines + 1
+    return lines + 1, kind, remedy
+
+
+def _find_deep_line(text: bytes) -> int | None:
+    """Return the place of the first line that is nested more than _MAX_LEVELS deep, or None."""
+    begin = 0
+    while begin < len(text) - _MAX_LEVELS:  # skip shorter lines, many at a time
+        end = text.rfind(b"\n", begin, begin + _MAX_LEVELS)
+        if end < 0:
+            end = text.find(b"\n", begin + _MAX_LEVELS)
+            line = text[begin : end if end >= 0 else len(text)]
+            if line.count(b"{") + line.count(b"[") > _MAX_LEVELS and _levels(line) > _MAX_LEVELS:
+                return begin
+            if end < 0:
+                return None
+        begin = end + 1
+    return None
+
+
+def _levels(line: bytes) -> int:
+    """Return how deeply the values in a line of JSON are nested."""
+    unescaped = line.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside_strings = b"".join(unescaped.translate(None, _NO_BRACKET).split(b'"')[::2])
+    levels = np.cumsum(np.frombuffer(outside_strings.translate(_STEPS), np.int8), dtype=np.int64)
+    return int(levels.max(initial=0))
 
 
 def _checked(name: str, source: Any, format: str, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
@@ -242,20 +288,25 @@ class _WatchedText(io.RawIOBase):
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        #: The first bytes.
-        self.beginning: bytes = source.read(_HEADER_SIZE)
-        self._unread = self.beginning
+        self._unread = b""  # bytes that were only peeked at
         self._before = b""  # an integer can begin in one piece and end in the next
         #: Whether there may have been such integers so far.
         self.has_long_integers = False
+
+    def peek(self, size: int) -> bytes:
+        """Return the next `size` bytes, or all that remain if there are fewer, which are read later."""
+        self._unread += self._source.read(max(0, size - len(self._unread)))
+        return self._unread[:size]
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = -1) -> bytes:
         # The first block must be whole, since types are inferred from it. libarrow reads whole blocks.
-        text: bytes = self._unread + self._source.read(size - len(self._unread))
-        self._unread = b""
+        if size < 0:
+            return self.readall()
+        text = self.peek(size)
+        self._unread = self._unread[size:]
         if not self.has_long_integers:
             searched = self._before + text
             is_suspect = b"0" * 16 in searched.translate(_ALL_DIGITS_AS_0)  # ten times as fast as the expression

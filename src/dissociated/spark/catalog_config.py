@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from dissociated.base.tracing import TRACEPARENT, is_traceparent
 from dissociated.client.client import Client
+from dissociated.client.flight_connection import token_for
 from dissociated.client.request import TIMEOUT
 from dissociated.control.access import read_token
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
@@ -64,7 +65,7 @@ class CatalogConfig:
         )
 
     def connect(self, uri: str | None = None, timeout: float = TIMEOUT) -> Client:
-        """Connect to the catalog or, with `uri`, to a node of it.
+        """Connect to the catalog or, with `uri`, to a node that it names. See `token_for`.
 
         Returns:
             A client, which the caller closes after use.
@@ -73,7 +74,8 @@ class CatalogConfig:
             DissociatedError: The connection failed as `dis.connect` describes.
         """
         token = None if self.token_file is None else read_token(self.token_file)
-        client = connect(uri or self.uri, timeout=timeout, token=token, tls_roots=self.tls_roots)
+        uri = uri or self.uri
+        client = connect(uri, timeout=timeout, token=token_for(uri, self.uri, token), tls_roots=self.tls_roots)
         client.join_trace(self.traceparent)
         return client
 
