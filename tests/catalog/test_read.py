@@ -332,11 +332,12 @@ def test_over_tcp_the_batches_before_the_wanted_rows_do_not_move(tmp_path: Path)
         assert status.bytes == 2 * 80_000
 
 
-def test_over_flight_alone_rows_are_read_once(tmp_path: Path) -> None:
+def test_over_flight_alone_rows_are_counted_and_then_read(tmp_path: Path) -> None:
+    """The first call asks for no columns, and the second for the batches with the rows alone."""
     with Node(Store(tmp_path / "store"), []) as node, dis.connect(node.uri) as client:
         client.put("data", TABLE)
         assert client.read("data", transport="grpc", rows=range(10, 20)).read_all()["n"].to_pylist() == [*range(10, 20)]
-        assert client.status().totals.flight == 1
+        assert client.status().totals.flight == 2
 
 
 @pytest.mark.parametrize("rows", [range(-1, 3), range(0, 6, 2)])
