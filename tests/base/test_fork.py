@@ -198,7 +198,7 @@ def test_a_child_neither_changes_nor_closes_the_node_and_the_store_of_its_parent
 
 
 STARTING = """
-    import tempfile, threading
+    import tempfile, threading, time
     from pathlib import Path
     from dissociated.node.launch import ensure
 
@@ -221,6 +221,8 @@ STARTING = """
         starter.start()
         starting = pipe.open("wb")  # waits for the process of the node
         pipe.unlink()
+        while "node" not in [thread.name for thread in threading.enumerate()]:
+            time.sleep(0.01)  # a child would keep the pipe open by which the process of the node tells that it is ready
         read, write = os.pipe()
         pid = os.fork()
         if not pid:
