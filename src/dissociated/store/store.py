@@ -398,8 +398,9 @@ class Store(ProcessBound):
             if before and new_lineage:
                 before = (commit.key, *before)
             segments = [self._files.open(path) for path in paths]
-            for segment in segments:
+            for segment in segments[len(paths) - len(names) :]:  # not those of the previous version
                 segment.check_whole()
+            for segment in segments:
                 segment.check_metadata(max_metadata)
             _check_one_schema(commit.name, segments)
             serial = self.next_serial()
