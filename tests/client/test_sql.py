@@ -553,7 +553,12 @@ def test_paths_and_urls_are_not_looked_up(tmp_path: Path, monkeypatch: pytest.Mo
     with dis.Server([]) as server:
         client = dis.connect(server.catalog_uri)
     with client:
-        for path in ("./file.csv", f"../{tmp_path.name}/file.csv", tmp_path / "file.csv", f"file://{tmp_path}/file.csv"):
+        for path in (
+            "./file.csv",
+            f"../{tmp_path.name}/file.csv",
+            tmp_path / "file.csv",
+            f"file://{tmp_path}/file.csv",
+        ):
             for query in (f"FROM '{path}'", f'PIVOT (SELECT 2 AS n FROM "{path}") ON n USING max(n)'):
                 with case(query):
                     assert client.sql(query).to_pylist() in ([{"n": 2}], [{"2": 2}])
