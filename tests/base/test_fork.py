@@ -250,18 +250,23 @@ def items(method: str, rows: workers.Rows) -> list[int]:
 
 
 CONNECTS = """
-    import os, signal, sys, threading, time, warnings
+    import os, signal, threading, warnings
     from dissociated.transport.registry import transport
     from dissociated.uri import Uri
 
     warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process with threads
     inproc = transport("inproc")
     connecting = threading.Thread(target=lambda: inproc.connect(listener.uri, 5))
+    binding = threading.Event()
+
+    def profile(frame, event, argument):
+        if frame.f_code.co_name == "bind_to_process":
+            binding.set()
 
     def connect():
+        threading.setprofile(profile)
         connecting.start()
-        while sys._current_frames()[connecting.ident].f_code.co_name != "bind_to_process":
-            time.sleep(0)
+        binding.wait()
 
     os.register_at_fork(before=connect)  # called when the fork has the lock of the first ProcessBound
     listener = inproc.listen(Uri.parse("inproc:"))

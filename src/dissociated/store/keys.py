@@ -80,8 +80,8 @@ class Keys:
         oldest = time.time() - KEY_TTL
         new: dict[str, CommitKey] = {}
         for record in keys:
-            known = self._records.get(record.key)
-            if record.at >= oldest and (known is None or known.at < oldest):
+            existing = self._records.get(record.key)
+            if record.at >= oldest and (existing is None or existing.at < oldest):
                 new.setdefault(record.key, record)
         if earlier:
             room = max(MAX_KEYS - self._file.lines, 0)
