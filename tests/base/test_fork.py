@@ -249,6 +249,41 @@ def items(method: str, rows: workers.Rows) -> list[int]:
         return pool.map_async(workers.item, range(len(rows)), 1).get(PATIENCE)
 
 
+CONNECTS = """
+    import os, signal, threading, warnings
+    from dissociated.transport.registry import transport
+    from dissociated.uri import Uri
+
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process with threads
+    inproc = transport("inproc")
+    connecting = threading.Thread(target=lambda: inproc.connect(listener.uri, 5))
+    binding = threading.Event()
+
+    def profile(frame, event, argument):
+        if frame.f_code.co_name == "bind_to_process":
+            binding.set()
+
+    def connect():
+        threading.setprofile(profile)
+        connecting.start()
+        binding.wait()
+
+    os.register_at_fork(before=connect)  # called when the fork has the lock of the first ProcessBound
+    listener = inproc.listen(Uri.parse("inproc:"))
+    signal.alarm(5)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    connecting.join()
+    os._exit(0)
+"""
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_connects() -> None:
+    run(CONNECTS)
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_of_a_loader_read_by_themselves() -> None:
     table = pa.table({"n": range(8 * workers.SIZE)})

@@ -31,6 +31,20 @@ print("reached", flush=True)
 sys.stdin.readline()
 database.close()
 """
+#: A catalog whose first start stops before a statement of SQLite.
+FIRST_START = """
+import sqlite3, sys
+class Connection(sqlite3.Connection):
+    def execute(self, sql, *values):
+        if sys.argv[2] in sql:
+            print("reached", flush=True)
+            sys.stdin.readline()
+        return super().execute(sql, *values)
+connect = sqlite3.connect
+sqlite3.connect = lambda path, **options: connect(path, factory=Connection, **options)
+from dissociated.catalog.database import Database
+Database(sys.argv[1])
+"""
 
 
 def shell(code: str, directory: Path) -> int:
@@ -79,3 +93,14 @@ def test_an_empty_file_is_not_restored(memory: Path) -> None:
             Database(str(path))
     path.unlink()
     assert versions(path) == []
+
+
+def test_a_catalog_that_was_killed_while_it_created_its_database_starts(memory: Path, forks: None) -> None:
+    path = memory / "catalog.db"
+    for statement in ("journal_mode", "CREATE TABLE versions"):
+        process = spawn(FIRST_START, path, statement)
+        kill(process)
+        assert path.exists()
+        assert versions(path) == []
+        assert [entry.name for entry in memory.iterdir()] == ["catalog.db"]
+        path.unlink()

@@ -142,19 +142,26 @@ def test_a_callable_decides(caplog: pytest.LogCaptureFixture) -> None:
         asked.append(token)
         if token == "broken":
             raise KeyError(token)
+        if token.startswith("odd"):
+            return {"odd-list": [token], "odd-name": (7, "read"), "odd-role": ("ali", token)}[token]
         return token == "sesame"
 
     with dis.Server([], authorize=authorize) as server:
-        for token, accepted in (("sesame", True), ("wrong", False), ("broken", False)):
+        for token in ("sesame", "wrong", "broken", "odd-list", "odd-name", "odd-role"):
             with dis.connect(server.catalog_uri, token=token) as client:
-                if accepted:
+                if token == "sesame":
                     assert client.list() == []
                 else:
                     with pytest.raises(AccessDenied):
                         client.list()
-    assert [*dict.fromkeys(asked)] == ["sesame", "wrong", "broken"]  # an empty list is requested twice
+    assert [*dict.fromkeys(asked)][:3] == ["sesame", "wrong", "broken"]  # an empty list is requested twice
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert errors == ["token check failed in authorize: error=KeyError"]
+    assert errors == [
+        "token check failed: error=authorize raised KeyError",
+        "token check failed: error=the owner of a token is a list: give a name, a name and a role, or True",
+        "token check failed: error=the owner of a token is a tuple: give a name, a name and a role, or True",
+        "token check failed: error=the role is unknown: the roles of tokens are read, write, admin",
+    ]
 
 
 def test_a_withdrawn_token_is_refused_at_the_next_call() -> None:

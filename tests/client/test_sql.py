@@ -26,7 +26,7 @@ from dissociated.client import sql_database
 from dissociated.client.mapped import MappedVersion
 from dissociated.client.version_reader import VersionReader
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.errors import DatasetNotFound, OptionError, SourceError, StoreFull, WrongKind
+from dissociated.errors import CatalogUnreachable, DatasetNotFound, OptionError, SourceError, StoreFull, WrongKind
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
@@ -545,6 +545,25 @@ def test_a_dataset_hides_the_file_of_its_name(tmp_path: Path, monkeypatch: pytes
             assert [client.sql(query.format(f"{name}.csv"))["n"][0].as_py() for name in ("hidden", "file")] == [9, 8]
         server.drop("hidden.csv")
         assert [client.sql(query.format("hidden.csv"))["n"][0].as_py() for query in queries[:2]] == [1, 1]
+
+
+def test_paths_and_urls_are_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.csv").write_text("n\n2\n")
+    with dis.Server([]) as server:
+        client = dis.connect(server.catalog_uri)
+    with client:
+        for path in (
+            "./file.csv",
+            f"../{tmp_path.name}/file.csv",
+            tmp_path / "file.csv",
+            f"file://{tmp_path}/file.csv",
+        ):
+            for query in (f"FROM '{path}'", f'PIVOT (SELECT 2 AS n FROM "{path}") ON n USING max(n)'):
+                with case(query):
+                    assert client.sql(query).to_pylist() in ([{"n": 2}], [{"2": 2}])
+        with pytest.raises(CatalogUnreachable):  # it may be a dataset
+            client.sql("FROM 'file.csv'")
 
 
 def test_tensors_have_no_rows() -> None:

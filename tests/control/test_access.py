@@ -145,7 +145,7 @@ def test_a_ticket_is_bound_to_one_version(serve: Serve, lifetime: float | None) 
     newer = server.ticket("data")
     server.drop("data")
     with pytest.raises(DatasetNotFound, match="no dataset has this ticket"):
-        server.registry.resolve_ticket(newer)
+        server.registry.resolve_ticket(newer, None, lambda: False)
 
 
 @pytest.mark.parametrize("scheme", TRANSPORTS)

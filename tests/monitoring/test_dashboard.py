@@ -103,6 +103,13 @@ def test_a_guarded_catalog_guards_its_page(serve: Serve, certified: Certificates
     assert get(f"{server.http_uri}/healthz", trust)[0] == 200
 
 
+def test_the_log_tells_why_a_token_could_not_be_checked(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    server = serve(http="127.0.0.1:0", authorize=lambda token: [token])
+    assert get(f"{server.http_uri}/status.json", Authorization="Bearer secret")[0] == 401
+    assert "token check failed: error=the owner of a token is a list: give a name" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_other_sites_cannot_read_what_is_at_this_host(serve: Serve) -> None:
     """A site whose name resolves to 127.0.0.1 gets no data, and no page may frame this one or load content into it."""
     uri = serve(http="127.0.0.1:0").http_uri

@@ -264,6 +264,19 @@ def test_a_node_that_was_killed_before_it_had_recorded_a_key_remembers_it(memory
         assert client.committed(BATCH)
 
 
+def test_no_restart_forgets_the_latest_key_for_earlier_ones(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dissociated.store.keys.MAX_KEYS", 6)
+    with Node(Store(memory), ["shm:"]) as node, dis.connect(node.uri) as client:
+        for number in range(6):
+            client.put("d", table(number), mode="append")
+        client.abort("aborted")
+    for number in range(3):
+        with Node(Store(memory), ["shm:"]) as node, dis.connect(node.uri) as client:
+            with pytest.raises(CatalogError, match="the commit of 'd' was aborted"):
+                client.commit(dis.Commit("d", [stage(node, f"s{number}", 3)], SCHEMA, key="aborted"))
+            assert len((memory / "keys").read_text().splitlines()) <= 6
+
+
 def test_a_key_of_a_node_hides_no_version_of_another_node(memory: Path) -> None:
     """Both nodes were alone before, and used the same key for datasets of the same name."""
     with Node(Store(memory / "a"), ["shm:"]) as node, dis.connect(node.uri) as client:

@@ -123,6 +123,22 @@ def test_a_client_of_flight_that_is_gone_is_no_consumer(serve: Serve, columns: l
         assert [numbers(one) for one in (first, second)] == [[0], [0]]
 
 
+@pytest.mark.parametrize("medium", MEDIA)
+def test_a_client_with_a_ticket_for_some_columns_that_is_gone_is_no_consumer(serve: Serve, medium: str) -> None:
+    server = serve(medium, ticket_lifetime=60)
+    scheme = medium.partition(":")[0]
+    with Fed() as fed:
+        server.publish("live", fed.reader(), live=dis.Live(consumers=2))
+        at, ticket = location(server, "live", scheme), server.ticket("live", columns=["n"])
+        dis.open_stream(at, ticket).close()
+        wait_until(lambda: server.dataset("live").readers == 0, "the server notices that the first is gone")
+        some, whole = dis.open_stream(at, ticket), open_live(server, scheme)
+        fed.put(batch(0))
+        assert [one.read_next_batch()["n"][0].as_py() for one in (some, whole)] == [0, 0]
+        del some
+        wait_until(lambda: server.dataset("live").readers == 1, "the server notices that the second is gone")
+
+
 def test_a_late_consumer_joins_where_the_stream_is(serve: Serve) -> None:
     server = serve(*MEDIA)
     with Fed() as fed:

@@ -69,6 +69,19 @@ def test_the_last_keys_are_kept_when_there_are_too_many(memory: Path, monkeypatc
     assert len((memory / "keys").read_text().splitlines()) == len(found)
 
 
+def test_earlier_keys_displace_none(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dissociated.store.keys.MAX_KEYS", 6)
+    with Store(memory) as store:
+        store.record_keys(keys("fgh"))
+        for _ in range(2):
+            store.record_keys(keys("abcdeh"), earlier=True)
+            assert [record.key for record in store.commit_keys()] == list("cdefgh")
+    assert recorded(memory) == list("cdefgh")
+    with Store(memory) as store:
+        store.record_keys(keys("i"))
+    assert recorded(memory) == list("ghi")
+
+
 def test_a_record_that_was_cut_short_is_left_out_and_written_over(memory: Path) -> None:
     with Store(memory) as store:
         store.record_keys(keys("ab"))

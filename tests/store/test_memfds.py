@@ -142,6 +142,24 @@ def test_a_memfd_that_holds_more_or_less_than_one_whole_stream_or_file_is_refuse
         assert version.rows == 2
 
 
+def test_a_memfd_that_zeros_fill_up_is_taken_and_appended_to(memory: Path) -> None:
+    with leaving_nothing(), Store(memory / "store") as store:
+        for key, numbers in ("1", (1, 2)), ("2", (3,)):
+            with memfd(table(*numbers), 0) as descriptor:
+                os.ftruncate(descriptor, 1 << 16)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+                both = store.commit(commit_of("d", [store.hand_over(descriptor)], mode="append", key=key))
+        assert [pa.ipc.open_stream(segment.region.memory).read_all() for segment in store.segments(both)] == [
+            table(1, 2),
+            table(3),
+        ]
+        with memfd(table(1), 0) as descriptor:
+            os.pwrite(descriptor, b"x", 1 << 16)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+            with pytest.raises(StoreError, match="handed over has data after its end"):
+                store.hand_over(descriptor)
+
+
 def test_what_was_handed_over_counts_for_as_long_as_somebody_has_it_mapped(memory: Path) -> None:
     with Store(memory / "store", 8 * MIB) as store:
         version = store.commit(commit_of("d", [handed(store, large(5))], key="k"))

@@ -322,6 +322,17 @@ def test_a_segment_is_committed_after_its_writer_has_ended_it(memory: Path) -> N
         assert store.versions() == [version]
 
 
+def test_an_append_checks_only_its_own_segments(memory: Path) -> None:
+    """Development versions took segments with data after their end."""
+    with Store(memory) as store:
+        version = store.commit(commit_of("d", [write(store, "a", 1)], key="k"))
+    with (memory / "segments" / version.id / "0000.arrows").open("ab") as file:
+        file.write(b"more")
+    with Store(memory) as store:
+        both = store.commit(commit_of("d", [write(store, "b", 2)], mode="append", key="l"))
+        assert numbers(store, both) == [1, 2]
+
+
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", ".", ""])
 def test_only_what_lies_in_the_staging_directory_can_be_named(memory: Path, name: str) -> None:
     with Store(memory) as store:

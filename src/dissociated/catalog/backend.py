@@ -90,7 +90,7 @@ class NoStore:
     def commit_keys(self) -> Sequence[CommitKey]:
         return ()
 
-    def record_keys(self, keys: Sequence[CommitKey]) -> None: ...
+    def record_keys(self, keys: Sequence[CommitKey], *, earlier: bool = False) -> None: ...
 
     @property
     def directory(self) -> Path | None:

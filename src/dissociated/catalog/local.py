@@ -519,15 +519,22 @@ class LocalCatalog(Catalog):
         self._clean_up(self._delete_unreferenced)
 
     def _record_keys_in_manifests(self) -> None:
-        """Record the keys of published versions: a killed process may not have done so. Complete both directories."""
+        """Record the keys of published versions: a killed process may not have done so. Complete both directories.
+
+        A key that is missing may also be one that was left out because there were too many. Only the key of the last
+        commit of a version has a time that tells which of the two it is.
+        """
         store = self._backend.store
-        held_keys = (
-            CommitKey(key, version.created, version.name)
-            for version in store.versions()
-            if version.whole and not version.prepared
-            for key in (*version.before, version.key)
-        )
-        self._record_keys(*store.commit_keys(), *held_keys)
+        recorded = store.commit_keys()
+        last = max((record.at for record in recorded), default=0.0)
+        earlier, own = [], []
+        for version in store.versions():
+            if version.whole and not version.prepared:
+                earlier += [CommitKey(key, version.created, version.name) for key in version.before]
+                own.append(CommitKey(version.key, version.created, version.name))
+        own.sort(key=lambda record: record.at)
+        store.record_keys([record for record in own if record.at > last])
+        store.record_keys([*earlier, *own, *recorded], earlier=True)
 
     def _restore(self, version: Version, prepared: Prepared) -> None:
         if not version.whole or version.prepared:

@@ -162,9 +162,7 @@ class Tables(ProcessBound):
         self.bind_to_process()
 
     def _open(self) -> None:
-        is_new = self._path == _MEMORY or not os.path.lexists(self._path)
-        if self._path != _MEMORY:
-            _close_to_others(Path(self._path))
+        is_new = self._path == _MEMORY or _claim(Path(self._path))
         with self._errors(at_start=True):
             self._connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=1.0)
             try:
@@ -174,6 +172,9 @@ class Tables(ProcessBound):
             except BaseException:
                 self._connection.close()
                 raise
+        if self._path != _MEMORY:
+            with suppress(OSError):
+                _unfinished(Path(self._path)).unlink()
 
     def after_fork_in_child(self) -> None:
         # In the child, SQLite would consider the locks of its parent its own, and remove the log that the parent uses.
@@ -308,8 +309,16 @@ class Tables(ProcessBound):
             self.counter.number = number
 
 
-def _close_to_others(path: Path) -> None:
+def _unfinished(path: Path) -> Path:
+    """Return the path of a file that exists while the tables of a new database are not complete."""
+    return path.with_name(f"{path.name}.unfinished")
+
+
+def _claim(path: Path) -> bool:
     """Make sure that a database file is accessible to this user alone; create the file if it is missing.
+
+    Returns:
+        Whether the file is new, so that it may lack tables. Otherwise, a file without tables is a failed copy.
 
     Raises:
         CatalogError: Other users can access the file, or the file cannot be created.
@@ -317,10 +326,14 @@ def _close_to_others(path: Path) -> None:
     try:
         # A user who can create a log file next to the database could make SQLite read anything from it.
         os.close(open_private_directory(path.absolute().parent.resolve(), owners=[0], readable=True))
+        if not os.path.lexists(path):
+            # This process may end before the new file has tables. The next start then creates them.
+            claim_private_file(_unfinished(path), create=True)
         claim_private_file(path, create=True)  # SQLite gives its logs the same mode.
         for log in ("-wal", "-shm", "-journal"):
             with suppress(FileNotFoundError):
                 claim_private_file(f"{path}{log}")
+        return os.path.lexists(_unfinished(path))
     except NotPrivate as error:
         raise CatalogError(f"the catalog's database {str(path)!r}: {error}") from None
     except OSError as error:

@@ -173,7 +173,8 @@ def _umask() -> int:
 _SQL = """\
 Run an SQL query with DuckDB (pip install duckdb). The tables are the datasets of the catalog. Write a name in double
 quotes if it has other characters than letters, digits and underscores. Only the columns and rows that the query needs
-are read. DuckDB resolves all other names, so 'other.parquet' is a file unless a dataset has this name.
+are read. DuckDB resolves all other names, so 'other.parquet' is a file unless a dataset has this name. Names
+that begin with /, ./, ../ or ~/, and URLs, are always files.
 
     dissociated sql "SELECT dest, count(*) FROM flights GROUP BY dest"
     dissociated sql "FROM flights JOIN planes USING (tailnum)" --into joined

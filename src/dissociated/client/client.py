@@ -244,8 +244,9 @@ class Client(CatalogClient):
 
         The tables are the current versions of the datasets. Write a name in double quotes if it has other characters
         than letters, digits and underscores. DuckDB resolves all other names: "other.parquet" is a file if no dataset
-        has this name. The file may be read twice, and so must be a regular one. DuckDB does not distinguish `a` and
-        `A`. If both are datasets, a query that contains both names is refused, and so is one over either that computes
+        has this name. "./other.parquet" is always a file: names that begin with `/`, `./`, `../` or `~/`, and URLs, are
+        not looked up. A file may be read twice, and so must be a regular one. DuckDB does not distinguish `a` and `A`.
+        If both are datasets, a query that contains both names is refused, and so is one over either that computes
         names, with `query_table`. Data in shared memory is not copied, and stays mapped for 8 s for the next query, or
         until this client puts, commits or drops a dataset; else only the needed columns and rows are read. Of several
         statements, the last must return rows: a query, also `PIVOT` or `EXPLAIN`. Statements that would change a

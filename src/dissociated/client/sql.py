@@ -47,6 +47,8 @@ _COMPUTING = re.compile(
     re.IGNORECASE,
 )
 _QUOTED = re.compile(r"""(['"])((?:(?!\1).)+)\1""")
+#: Names that are paths or URLs. Presigned URLs are secrets, which the catalog must not see.
+_PATH = re.compile(r"\.{0,2}/|~/|[^/]*://")
 _TABLES = "SELECT table_name FROM duckdb_tables() UNION SELECT view_name FROM duckdb_views() WHERE NOT internal"
 #: Kinds of statements that change tables, and kinds after which there are tables that they can change.
 _CHANGING = {"INSERT", "UPDATE", "DELETE", "DROP", "ALTER", "MERGE_INTO"}
@@ -168,7 +170,7 @@ class SqlSession:
             names = {*self._datasets}
         else:
             self._unregister()
-            named = self._names(statement.query)
+            named = {name for name in self._names(statement.query) if not _PATH.match(name)}
             names = {*named} if self._is_shared else set()  # earlier statements may have made tables of these names
             self._find_kept(names)
             names &= self._datasets.keys()

@@ -302,20 +302,24 @@ def identify(authorize: Authorize, token: str) -> Identity | None:
     """Return the owner of a token and its role; None if the token is not accepted.
 
     Raises:
-        OptionError: The result is no owner, or its role does not exist. Errors of `authorize` itself are passed on.
+        OptionError: The result is no owner, its role does not exist, or `authorize` raised an error. The message can be
+            logged: it quotes neither the token nor anything from `authorize`, whose errors and results may contain it.
     """
-    owner = authorize(token)
-    return _identity(owner) if owner else None
+    try:
+        owner = authorize(token) or None
+    except Exception as error:
+        raise OptionError(f"authorize raised {type(error).__name__}") from None
+    return None if owner is None else _identity(owner)
 
 
 def _identity(owner: object) -> Identity:
     """Return the name and the role in a result of `authorize`."""
     if owner is True or isinstance(owner, str):
         return Identity("" if owner is True else owner, DEFAULT_ROLE)
-    if not isinstance(owner, tuple):
-        raise OptionError(f"the owner of a token is a {type(owner).__name__}: give a name, a name and a role, or True")
-    name, role = owner
-    return Identity(str(name), role if role in TOKEN_ROLES.values() else Role.parse(role))
+    match owner:
+        case (str(name), (str() | Role()) as role) if isinstance(owner, tuple):
+            return Identity(name, Role.parse(role))
+    raise OptionError(f"the owner of a token is a {type(owner).__name__}: give a name, a name and a role, or True")
 
 
 def _check_length(length: int) -> None:

@@ -147,9 +147,7 @@ class Registry:
         with self._lock:
             return self._by_identifier.get(identifier)
 
-    def resolve_ticket(
-        self, ticket: bytes, part: str | None = None, is_gone: IsGone = lambda: False
-    ) -> tuple[Dataset, Dataset]:
+    def resolve_ticket(self, ticket: bytes, part: str | None, is_gone: IsGone) -> tuple[Dataset, Dataset]:
         """Resolve a ticket.
 
         Args:

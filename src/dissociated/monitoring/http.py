@@ -246,7 +246,6 @@ def _role(authorize: Authorize | None, header: str) -> Role | None:
     try:
         owner = identify(authorize, token) if token else None
         return None if owner is None else owner.role
-    # `authorize` is the operator's code, so the text of its error may be anything, even the token.
-    except Exception as error:
-        _log.error("token check failed in authorize: error=%s", type(error).__name__)
+    except OptionError as error:
+        _log.error("token check failed: error=%s", str(error))
         return None

@@ -106,12 +106,14 @@ class StreamedSending(_LiveMemorySending):
         self._memory = LiveMemory(dataset.name, self._limits.live_limit)
         self._out_of_room = False  # whether the memory was full and no free has arrived since
         self._cut_off = False  # whether the client was cut off
+        self._coalescer: Coalescer | None = None  # while messages are sent
 
     def send(self) -> None:
         self._admit()
         inline_limit = SMALL_BODY if self._limits.inline_limit is None else self._limits.inline_limit
         gathers = self._streams is Streams.BOTH and self._connection.takes_runs
         with Coalescer(self._send_coalesced) as coalescer:
+            self._coalescer = coalescer
             for message in self._messages():
                 length = message.parsed.body_length
                 by_address = self._mapped and not self._half_closed and length > inline_limit
@@ -147,6 +149,15 @@ class StreamedSending(_LiveMemorySending):
     def close(self, disconnected: bool) -> None:
         super().close(disconnected)
         self._memory.close()
+        self._coalescer = None
+
+    def is_client_gone(self) -> bool:
+        if self._coalescer is not None:
+            try:
+                self._coalescer.flush()  # until the next message, no other thread uses the connection
+            except ConnectionClosed:
+                return True
+        return super().is_client_gone()
 
     def _on_freed(self, addresses: Collection[int]) -> None:
         self._memory.free(addresses)

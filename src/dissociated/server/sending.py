@@ -172,6 +172,17 @@ class Sending(ABC):
         assert isinstance(event, MemoryFreed)  # the protocol's state table allows no other event now
         return self._ledger.release(event.freed)
 
+    def is_client_gone(self) -> bool:
+        """Return whether the client is gone, while the source waits for other consumers of a shared live stream.
+
+        As in `_client_ended`, a client that may be gone is assumed to be.
+        """
+        try:
+            self._take_frees()
+        except ConnectionClosed:
+            return True
+        return self._half_closed and not self._connection.shares_memory
+
     def _client_ended(self) -> None:
         """Handle the end of the client's side of the connection.
 

@@ -100,7 +100,7 @@ class Session:
     def _answer(self, requested: StreamRequested) -> bool:
         """Serve the stream that the client requested. Return whether the connection may carry another."""
         request = requested.request
-        published, granted = self._registry.resolve_ticket(request.ticket, request.part)
+        published, granted = self._registry.resolve_ticket(request.ticket, request.part, self._is_client_gone)
         if request.reads_others_first:
             self._limits = self._limits.for_reading_others_first
         self._stats.dataset = published
@@ -144,6 +144,9 @@ class Session:
             schema = Splitter(dataset.schema).schema_message.header
             self._connection.send(self._sender.send(schema, None), self._limits.stall_timeout)
             raise
+
+    def _is_client_gone(self) -> bool:
+        return self._sending is not None and self._sending.is_client_gone()
 
     def _client_request(self, request: StreamRequested) -> ClientRequest:
         return ClientRequest(
@@ -231,6 +234,7 @@ class Session:
             if self._stats.dataset is not None and not self._stats.dataset.stored:
                 self._admission.watch_kept(sending.mapped)
             sending.close(disconnected)
+            self._sending = None  # its dataset may refer to this session
 
 
 def _may_be_on_device(request: StreamRequested) -> bool:

@@ -57,9 +57,7 @@ class Keys:
         self._file.read(self._parse)
 
     def _parse(self, plain: Any) -> None:
-        self._add(CommitKey.parse(plain))
-
-    def _add(self, record: CommitKey) -> None:
+        record = CommitKey.parse(plain)
         self._records.pop(record.key, None)  # A key that was too old may be used again.
         self._records[record.key] = record
 
@@ -68,20 +66,37 @@ class Keys:
         oldest = time.time() - KEY_TTL
         return [record for record in self._records.values() if record.at >= oldest]
 
-    def record(self, keys: Iterable[CommitKey]) -> None:
-        """Record keys, durably, except those that are known or too old. Raises OSError."""
+    def record(self, keys: Iterable[CommitKey], earlier: bool = False) -> None:
+        """Record keys, durably, except those that are known or too old.
+
+        Args:
+            keys: The keys, in the order of their commits.
+            earlier: Whether they are earlier than the keys in the file. Then they displace none of these, and only the
+                last ones are recorded if there would be too many.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         oldest = time.time() - KEY_TTL
-        new = []
+        new: dict[str, CommitKey] = {}
         for record in keys:
-            earlier = self._records.get(record.key)
-            if record.at >= oldest and (earlier is None or earlier.at < oldest):
-                self._add(record)
-                new.append(record)
+            existing = self._records.get(record.key)
+            if record.at >= oldest and (existing is None or existing.at < oldest):
+                new.setdefault(record.key, record)
+        if earlier:
+            room = max(MAX_KEYS - self._file.lines, 0)
+            new = dict([*new.items()][max(len(new) - room, 0) :])
         if not new and self._file.whole:
             return
         is_full = self._file.lines + len(new) > MAX_KEYS
-        if self._file.whole and not is_full:
-            self._file.append([asdict(record) for record in new])
+        for key in new:  # A key that was too old may be used again.
+            self._records.pop(key, None)
+        if earlier:
+            self._records = {**new, **self._records}
+        else:
+            self._records.update(new)
+        if self._file.whole and not is_full and not earlier:
+            self._file.append([asdict(record) for record in new.values()])
             return
         records = self.records()[-(MAX_KEYS // 2) if is_full else 0 :]
         self._records = {record.key: record for record in records}

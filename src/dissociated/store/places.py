@@ -295,13 +295,13 @@ class Places:
         records = chain.from_iterable(directory.keys.records() for directory in self._directories())
         return [*{record.key: record for record in records}.values()]
 
-    def record_keys(self, keys: Sequence[CommitKey]) -> None:
-        """Record keys of commits, durably. Raises StoreError."""
+    def record_keys(self, keys: Sequence[CommitKey], earlier: bool) -> None:
+        """Record keys of commits, durably. See `Keys.record`. Raises StoreError."""
         with store_errors(f"recording the key of a commit in {self.directory.path}"):
-            self.directory.keys.record(keys)
+            self.directory.keys.record(keys, earlier)
             if self.disk is not None:  # the memory may be lost while the disk stays
                 with self._disk_may_be_full():
-                    self.disk.keys.record(keys)
+                    self.disk.keys.record(keys, earlier)
 
     def record_dropped(self, *versions: Version) -> None:
         """Record versions as dropped, durably, although they cannot be removed now. Raises StoreError.

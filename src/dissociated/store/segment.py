@@ -352,7 +352,8 @@ class Segment:
             raise StoreError(
                 f"{self.name} has no end-of-stream marker, so it may be incomplete: close its writer before the commit"
             )
-        if not is_alone(self.index):
+        # Zeros fill memory of a size that was chosen in advance.
+        if not is_alone(self.index) and np.frombuffer(self.index.trailing_bytes, np.uint8).any():
             raise StoreError(
                 f"{self.name} has data after its end, where Arrow readers stop: write each stream or file into a "
                 "segment of its own"

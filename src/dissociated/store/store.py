@@ -398,8 +398,9 @@ class Store(ProcessBound):
             if before and new_lineage:
                 before = (commit.key, *before)
             segments = [self._files.open(path) for path in paths]
-            for segment in segments:
+            for segment in segments[len(paths) - len(names) :]:  # not those of the previous version
                 segment.check_whole()
+            for segment in segments:
                 segment.check_metadata(max_metadata)
             _check_one_schema(commit.name, segments)
             serial = self.next_serial()
@@ -504,10 +505,18 @@ class Store(ProcessBound):
         with self._locked:
             return self._places.commit_keys()
 
-    def record_keys(self, keys: Sequence[CommitKey]) -> None:
-        """Record durably that commits with these keys were made or aborted. Known keys stay. Raises StoreError."""
+    def record_keys(self, keys: Sequence[CommitKey], *, earlier: bool = False) -> None:
+        """Record durably that commits with these keys were made or aborted. Known keys stay.
+
+        Args:
+            keys: The keys, in the order of their commits.
+            earlier: Whether they are earlier than the recorded keys. See `Keys.record`.
+
+        Raises:
+            StoreError: The keys cannot be recorded.
+        """
         with self._locked:
-            self._places.record_keys(keys)
+            self._places.record_keys(keys, earlier)
 
     def withhold(self, version: Version) -> None:
         """Record durably that a version was not published, because it cannot be removed now. Raises StoreError."""

@@ -112,12 +112,15 @@ class InprocTransport(Transport):
     def connect(self, uri: Uri, timeout: float) -> Connection:
         to_server: Mailbox[Incoming] = Mailbox(_MAX_IN_FLIGHT)
         to_client: Mailbox[Incoming] = Mailbox(_MAX_IN_FLIGHT)
+        # Connections take the lock of `base.fork`, which a fork takes before `_lock` or after it.
+        server = InprocConnection(inbox=to_server, outbox=to_client)
+        client = InprocConnection(inbox=to_client, outbox=to_server)
         with _lock:
             listener = _listeners.get(uri.host)
             if listener is None:
                 raise TransportError(f"no server listens at inproc://{uri.host} in this process")
-            listener.waiting.put(InprocConnection(inbox=to_server, outbox=to_client))
-        return InprocConnection(inbox=to_client, outbox=to_server)
+            listener.waiting.put(server)
+        return client
 
     def listen(self, uri: Uri) -> Listener:
         if uri.path:
