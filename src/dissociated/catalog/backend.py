@@ -69,6 +69,9 @@ class NoStore:
     def version(self, id: str) -> Version | None:
         return None
 
+    def ids_in_memfds(self) -> list[str]:
+        return []
+
     def location(self, version: Version) -> Path:
         raise StoreError(f"{version.name!r} is not in a store")
 

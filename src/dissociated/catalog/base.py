@@ -302,8 +302,8 @@ class Catalog(ABC):
         """Record a heartbeat of a node, with its changes since the last one. Return the state of those parts."""
 
     @abstractmethod
-    def deregister(self, node: str, retiring: bool = False) -> None:
-        """Record that a node shuts down. If it is `retiring` and holds nothing, forget it."""
+    def deregister(self, node: str, retiring: bool = False, gone: Sequence[str] = ()) -> None:
+        """Record that a node shuts down, and the parts `gone` with it. Forget a `retiring` node that holds no more."""
 
     # Start, reconciliation and end
 

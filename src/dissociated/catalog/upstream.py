@@ -30,7 +30,15 @@ from dissociated.control.descriptors import parse_get
 from dissociated.control.messages import parse_app_metadata
 from dissociated.control.version import NodeRecord, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DissociatedError, StoreError, StoreFull
+from dissociated.errors import (
+    AccessDenied,
+    CatalogError,
+    CatalogUnreachable,
+    DeadlineExceeded,
+    DissociatedError,
+    StoreError,
+    StoreFull,
+)
 from dissociated.monitoring.status import NodeStatus, ServerStatus
 
 _log = logging.getLogger(__name__)
@@ -134,7 +142,7 @@ class UpstreamCatalog(Catalog):
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         raise self._not_a_catalog()
 
-    def deregister(self, node: str, retiring: bool = False) -> None:
+    def deregister(self, node: str, retiring: bool = False, gone: Sequence[str] = ()) -> None:
         raise self._not_a_catalog()
 
     def _not_a_catalog(self) -> CatalogError:
@@ -180,18 +188,22 @@ class UpstreamCatalog(Catalog):
         the new rows deleted, too.
 
         Raises:
+            CatalogUnreachable, DeadlineExceeded: The upstream does not answer.
             StoreFull: The upstream has not confirmed the report.
         """
         with self._report_lock:
             try:
                 self._report_changes()
-                since, self._reported_changes = self._digest, None  # If this fails, report what is still here.
-                changes, gone_ids = self._backend.store.changes, [version.id for version in versions]
-                body: dict[str, Any] = {"node": self.node.id, "since": since, "parts": [], "gone": gone_ids}
+                changes, self._reported_changes = self._reported_changes, None  # If this fails, report everything.
+                # The reply may just have had parts deleted, which only the next heartbeat reports.
+                assert changes is not None
+                gone_ids = [version.id for version in versions]
+                body: dict[str, Any] = {"node": self.node.id, "since": self._digest, "parts": [], "gone": gone_ids}
                 if not self._report(self._upstream, "heartbeat", changes, **body):
                     raise CatalogError(f"the catalog at {self._upstream.uri} has just started again")
             except DissociatedError as error:
-                raise StoreFull(
+                kind = type(error) if isinstance(error, CatalogUnreachable | DeadlineExceeded) else StoreFull
+                raise kind(
                     f"the store {str(self._backend.store.directory)!r} is full, and the datasets that could be evicted "
                     f"stay until the catalog has recorded that: {error}"
                 ) from error
@@ -301,8 +313,10 @@ class UpstreamCatalog(Catalog):
 
     def close(self) -> None:
         try:
+            # The upstream must not append to memfds, which end with this process.
+            body = {"node": self.node.id, "retiring": self.retiring, "gone": self._backend.store.ids_in_memfds()}
             with Peer(self._upstream.uri, self.security, _LEAVE_TIMEOUT) as peer:
-                peer.do_action("leave", {"node": self.node.id, "retiring": self.retiring})
+                peer.do_action("leave", body)
         except DissociatedError as error:
             _log.info("deregistration failed: node=%s error=%s", self.node.flight, error)
         self._upstream.close()
