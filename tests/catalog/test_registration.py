@@ -243,6 +243,26 @@ def test_nothing_is_appended_to_memory_that_ended_with_its_node(memory: Path) ->
             assert client.read("b").read_all() == table(1, 2)
 
 
+def test_an_append_needs_no_room_for_a_version_that_was_replaced_on_another_node(memory: Path) -> None:
+    page = mmap.PAGESIZE // 8
+    with ExitStack() as running:
+        pair = Pair(memory, running, limit=5 * mmap.PAGESIZE // 2, retain=SELDOM)
+        other = running.enter_context(
+            Node(Store(memory / "other"), ["shm:"], catalog=pair.catalog.uri, heartbeat_interval=SELDOM)
+        )
+        with dis.connect(pair.node.uri) as here, dis.connect(other.uri) as there:
+            here.put("a", table(1))
+            pair.tell()
+            assert there.read("a").read_all() == table(1)  # so the catalog keeps the version for the ticket
+            there.put("a", table(2))
+            here.put("a", table(*range(page)), mode="append")  # two pages
+            assert here.read("a").read_all() == table(2, *range(page))
+            there.put("a", table(3), mode="append")
+            with pytest.raises(CatalogError, match="is full"):
+                here.put("a", table(*range(page)), mode="append")
+            assert here.read("a").read_all() == table(2, *range(page), 3)
+
+
 def test_a_handle_that_was_made_while_its_node_was_away_reads_when_it_is_back(memory: Path) -> None:
     with ExitStack() as running:
         pair = Pair(memory, running)

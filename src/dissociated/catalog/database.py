@@ -215,7 +215,7 @@ class Database:
             versions.expire(versions.now)
             return True
 
-    def deregister(self, node: str, retiring: bool = False, gone: Sequence[str] = ()) -> bool:
+    def deregister(self, node: str, retiring: bool = False, gone_ids: Sequence[str] = ()) -> bool:
         """Record that a node shuts down. If it is `retiring`, delete it unless it still holds a part of a version.
 
         The node still prepares parts. A commit that comes before this is kept, and a later one finds no node.
@@ -223,13 +223,13 @@ class Database:
         Args:
             node: The id of the node.
             retiring: Whether the node will not come back.
-            gone: The ids of the parts that end with the process of the node.
+            gone_ids: The ids of the parts that end with the process of the node.
 
         Returns:
             Whether the node was deleted.
         """
         with self._transaction() as versions:
-            self._remove_missing(versions, node, gone)
+            self._remove_missing(versions, node, gone_ids)
             self._tables.run("UPDATE nodes SET lives_until = 0 WHERE id = ?", (node,))
             sql = "SELECT 1 FROM parts JOIN version_parts ON part = parts.id WHERE node = ? LIMIT 1"
             if not retiring or self._tables.all(sql, node):

@@ -40,6 +40,7 @@ from dissociated.errors import (
     StoreFull,
 )
 from dissociated.monitoring.status import NodeStatus, ServerStatus
+from dissociated.protocol.request import Request
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class UpstreamCatalog(Catalog):
         self._problem = ""  # the reason why the last report failed
         self._unlisted_ids: set[str] = set()  # of published versions that the upstream neither lists nor deletes
         self._incarnation = secrets.token_hex(8)  # random for each process, since its count of changes starts at 0
-        self._backend.announce_evictions(self._announcing)
+        self._replaced_ids: set[str] = set()  # of versions that the upstream is known to have replaced
+        self._backend.announce_evictions(self._announcing, lambda version: version.id not in self._replaced_ids)
 
     # Listing
 
@@ -142,7 +144,7 @@ class UpstreamCatalog(Catalog):
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         raise self._not_a_catalog()
 
-    def deregister(self, node: str, retiring: bool = False, gone: Sequence[str] = ()) -> None:
+    def deregister(self, node: str, retiring: bool = False, gone_ids: Sequence[str] = ()) -> None:
         raise self._not_a_catalog()
 
     def _not_a_catalog(self) -> CatalogError:
@@ -164,6 +166,29 @@ class UpstreamCatalog(Catalog):
     def reconcile(self) -> None:
         self._report_changes()
         self.clear_stage()
+
+    def free_space(self, appends_to: str) -> None:
+        super().free_space(appends_to)
+        if appends_to:
+            self._find_replaced(appends_to)
+
+    def _find_replaced(self, name: str) -> None:
+        """Ask the upstream which versions in the store have no part in the current version of their dataset.
+
+        The store keeps such a version while its tickets are valid, but need not keep it for an append.
+        """
+        versions = [
+            version for version in self._backend.store.versions() if version.name == name and not version.prepared
+        ]
+        current = self._upstream.describe(name)
+        tickets, now = self._registry.tickets, self._registry.now()
+        identifiers = {
+            tickets.check(Request.parse(endpoint.ticket).ticket, now).identifier for endpoint in current.endpoints
+        }
+        # A version with a higher number was published after the answer.
+        published = (version for version in versions if 0 < version.number <= current.version)
+        replaced_ids = self._replaced_ids | {version.id for version in published if version.ticket not in identifiers}
+        self._replaced_ids = {id for id in replaced_ids if self._backend.store.version(id) is not None}
 
     def _report_changes(self) -> None:
         """Report the changes to the upstream, or everything if the upstream does not know the last report."""

@@ -64,6 +64,7 @@ class Eviction:
     - `announce`, if it is not None, returns a context manager, in which versions are evicted that clients may still
       look up. On entry, it tells the catalog that they are gone, or raises StoreFull, CatalogUnreachable or
       DeadlineExceeded.
+    - `is_base` returns whether an append may extend a version: not if a later one, on another node, has replaced it.
     - `on_evicted` is called after a version was removed to make room, and `on_spilled` after it has moved to disk.
     """
 
@@ -72,6 +73,7 @@ class Eviction:
         self.is_exposed: Callable[[Version], bool] = lambda version: False
         self.withdraw: Callable[[Version], None] = lambda version: None
         self.announce: Callable[[Sequence[Version]], AbstractContextManager[object]] | None = None
+        self.is_base: Callable[[Version], bool] = lambda version: True
         self.on_evicted: Callable[[Version], None] = lambda version: None
         self.on_spilled: Callable[[Version], None] = lambda version: None
         self.policy = policy
@@ -150,7 +152,7 @@ class Eviction:
         """Return the bytes of the current version of a dataset that stay in memory while rows are appended to it."""
         if self.policy is Policy.SPILL:
             return 0
-        current = self._places.contents.named(appends_to)[-1:]
+        current = filter(self.is_base, self._places.contents.named(appends_to)[-1:])
         return sum(sum(self._places.find(version)[1].sizes(version).values()) for version in current)
 
     def _choose_evictions(self, missing: Missing, appends_to: str) -> list[Version]:
@@ -200,7 +202,7 @@ class Eviction:
         for version in contents:
             if version.id in chosen or version.prepared or not self._is_evictable(version):
                 continue
-            if version.name == appends_to and self.policy is Policy.EVICT:
+            if version.name == appends_to and self.policy is Policy.EVICT and self.is_base(version):
                 continue
             remaining = (
                 candidate
