@@ -21,15 +21,24 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
+from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.versions import FOREVER
 from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.version import NodeRecord, Part
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, NodeUnreachable, StoreError
+from dissociated.errors import (
+    AccessDenied,
+    CatalogError,
+    CatalogUnreachable,
+    DatasetNotFound,
+    NodeUnreachable,
+    StoreError,
+)
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
+from store.test_memfds import memfd
 from support.helpers import PATIENCE, case, wait_until
 from support.injection import Fault
 from support.nodes import SCHEMA, put, read, table
@@ -64,11 +73,13 @@ class Pair:
         directory: The directory of their files.
         running: What closes them.
         limit: The limit of the node's store, which evicts; None for no limit.
+        retain: The seconds for which the catalog keeps replaced versions.
     """
 
-    def __init__(self, directory: Path, running: ExitStack, limit: int | None = None) -> None:
+    def __init__(self, directory: Path, running: ExitStack, limit: int | None = None, retain: float = 0.0) -> None:
         self._directory, self._running, self._limit = directory, running, limit
         self._files = 0
+        self._retain = retain
         self._where = "grpc://127.0.0.1:0"
         self.start_catalog()
         self.start_node()
@@ -79,7 +90,7 @@ class Pair:
         database = Database(str(self._directory / f"catalog-{self._files}.db"))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("dissociated.catalog.service.LocalCatalog", Catalog)
-            self.catalog = CatalogService(self._where, database=database)
+            self.catalog = CatalogService(self._where, database=database, retain=self._retain)
         self._running.callback(self.catalog.close)
         self._where = self.catalog.uri
 
@@ -178,6 +189,78 @@ def test_nothing_is_evicted_before_the_catalog_has_recorded_it(memory: Path) -> 
         put(pair.node.uri, "b", table(2))
         pair.tell()
         pair.check({"b": 2})
+
+
+def test_nothing_is_written_over_datasets_while_the_catalog_is_away(memory: Path) -> None:
+    """The error is that of a catalog that is away, for which writers wait, and not that of a full store."""
+    with ExitStack() as running:
+        pair = Pair(memory, running, limit=3 * mmap.PAGESIZE // 2)
+        put(pair.node.uri, "a", table(1))
+        pair.tell()
+        pair.catalog.close()
+        with pytest.raises(CatalogUnreachable, match="stay until the catalog has recorded that: no catalog answers"):
+            put(pair.node.uri, "b", table(2))
+        assert [version.name for version in pair.node.store.versions()] == ["a"]
+
+
+def test_a_deletion_that_the_report_before_an_eviction_brings_is_reported(memory: Path) -> None:
+    with ExitStack() as running:
+        pair = Pair(memory, running, limit=5 * mmap.PAGESIZE // 2)
+        for name in "ab":
+            put(pair.node.uri, name, table(1))
+        pair.tell()
+        pair.catalog.catalog.drop("b")
+        with dis.connect(pair.node.uri) as client:
+            client.put("c", table(*range(512)))  # two pages
+        pair.tell()
+        pair.check({"c": 0})
+        asked = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Holdings, "delete_parts", lambda _, parts: asked.append(parts))
+            pair.tell()
+        assert asked == []
+
+
+def test_nothing_is_appended_to_memory_that_ended_with_its_node(memory: Path) -> None:
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        other = running.enter_context(
+            Node(Store(memory / "other"), ["shm:"], catalog=pair.catalog.uri, heartbeat_interval=SELDOM)
+        )
+        with dis.connect(pair.node.uri) as client, memfd(table(1)) as descriptor:
+            client.commit(dis.Commit("a", [client.hand_over(descriptor)], SCHEMA))
+        put(pair.node.uri, "b", table(1))
+        pair.tell()
+        pair.node.close()
+        with pytest.raises(CatalogError, match="'a' cannot be appended to"):
+            put(other.uri, "a", table(2), mode="append")
+        put(other.uri, "a", table(3))
+        put(other.uri, "b", table(2), mode="append")
+        pair.start_node()
+        pair.tell()
+        with dis.connect(pair.catalog.uri) as client:
+            assert client.read("a").read_all() == table(3)
+            assert client.read("b").read_all() == table(1, 2)
+
+
+def test_an_append_needs_no_room_for_a_version_that_was_replaced_on_another_node(memory: Path) -> None:
+    page = mmap.PAGESIZE // 8
+    with ExitStack() as running:
+        pair = Pair(memory, running, limit=5 * mmap.PAGESIZE // 2, retain=SELDOM)
+        other = running.enter_context(
+            Node(Store(memory / "other"), ["shm:"], catalog=pair.catalog.uri, heartbeat_interval=SELDOM)
+        )
+        with dis.connect(pair.node.uri) as here, dis.connect(other.uri) as there:
+            here.put("a", table(1))
+            pair.tell()
+            assert there.read("a").read_all() == table(1)  # so the catalog keeps the version for the ticket
+            there.put("a", table(2))
+            here.put("a", table(*range(page)), mode="append")  # two pages
+            assert here.read("a").read_all() == table(2, *range(page))
+            there.put("a", table(3), mode="append")
+            with pytest.raises(CatalogError, match="is full"):
+                here.put("a", table(*range(page)), mode="append")
+            assert here.read("a").read_all() == table(2, *range(page), 3)
 
 
 def test_a_handle_that_was_made_while_its_node_was_away_reads_when_it_is_back(memory: Path) -> None:

@@ -254,7 +254,7 @@ def bodies(ticket: bytes) -> dict[str, Any]:
         "over": {"keys": ["k"]},
         "register": {"node": node, "parts": [announced], "lives": 5.0, "digest": "d", "serial": 1, "signs": ""},
         "heartbeat": {"node": "n", "digest": "e", "since": "d", "parts": [announced], "gone": ["x"], "lives": 1.0},
-        "leave": {"node": "n"},
+        "leave": {"node": "n", "gone": ["x"]},
     }
 
 

@@ -9,8 +9,9 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -18,7 +19,9 @@ import pytest
 from pyspark import TaskContext
 
 import dissociated as dis
+from dissociated.catalog.database import Database
 from dissociated.catalog.local import LocalCatalog
+from dissociated.catalog.service import CatalogService
 from dissociated.control.commit import Commit
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.node.launch import running
@@ -28,9 +31,11 @@ from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import DatasetRequest
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written
+from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from support.certificates import Certificates
 from support.helpers import PATIENCE, wait_until
+from support.nodes import MIB
 from support.processes import HEARTBEAT, Start, free_port
 
 SCHEMA = pa.schema({"id": pa.int64()})
@@ -63,6 +68,38 @@ def numbers(uri: str, transport: str | None = None) -> list[int]:
     with dis.connect(uri) as client:
         read: list[int] = client.read("x", transport=transport).read_all()["id"].to_pylist()
     return read
+
+
+def test_a_task_waits_for_the_catalog_of_a_full_node(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node evicts only what the catalog has recorded, and the catalog restarts while the task writes."""
+    batch = pa.record_batch({"id": pa.array(range(6 * MIB // 8), pa.int64())})
+    monkeypatch.setattr(TaskContext, "get", lambda: SimpleNamespace(partitionId=lambda: 0, taskAttemptId=lambda: 0))
+
+    def start(uri: str) -> CatalogService:
+        catalog = CatalogService(uri, database=Database(str(memory / "catalog.db")))
+        running.callback(catalog.close)
+        return catalog
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield batch.slice(0, 1)
+        catalog.close()
+        restart.start()
+        yield batch
+
+    with ExitStack() as running:
+        catalog = start("grpc://127.0.0.1:0")
+        restart = Timer(0.1, start, [catalog.uri])
+        store = Store(memory / "store", 10 * MIB, Policy.EVICT)
+        node = running.enter_context(Node(store, ["shm:"], catalog=catalog.uri, heartbeat_interval=600.0))
+        with dis.connect(node.uri) as client:
+            client.put("old", pa.Table.from_batches([batch]))
+        node.service.catalog.reconcile()
+        node.service.catalog.reconcile()  # the answer to the second heartbeat says that it is published
+        writer = writing(catalog.uri)
+        written = writer.write(batches())
+        restart.join()
+        writer.commit([written])
+        assert numbers(catalog.uri) == [0, *range(6 * MIB // 8)]
 
 
 def test_every_partition_writes_a_segment_of_its_own(catalog: str, stage: Path, run: Run) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path
 
@@ -85,6 +87,49 @@ def test_an_append_does_not_evict_the_rows_that_it_appends_to(memory: Path, tran
         with pytest.raises(DissociatedError, match="can never fit"):
             client.put("log", rows[5].to_reader(), mode="append", transport=transport)  # a source of unknown size
         assert client.read("log").read_all() == pa.concat_tables([rows[3], rows[3]])
+
+
+def test_writers_at_once_evict_different_versions(memory: Path) -> None:
+    """Each of them finds the same version to be the oldest one."""
+    writers = 6
+    announced: list[str] = []
+    meeting = threading.Barrier(2)
+
+    @contextmanager
+    def announce(versions: Sequence[Version]) -> Iterator[None]:
+        announced.extend(version.id for version in versions)
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(0.1)  # until another writer has chosen, too
+        yield
+
+    with Store(memory / "store", writers * MIB + MIB // 2, Policy.EVICT) as store:
+        for number in range(writers):
+            put(store, f"old{number}", 1)
+            (store.staging / f"new{number}").touch(0o600)
+        store.eviction.announce = announce
+        with ThreadPoolExecutor(writers) as pool:
+            assert [*pool.map(lambda number: store.reserve(f"new{number}", MIB), range(writers))] == [MIB] * writers
+        assert len({*announced}) == len(announced)
+
+
+def test_room_that_others_take_during_an_announcement_is_made_again(memory: Path) -> None:
+    rounds = 6
+
+    @contextmanager
+    def announce(versions: Sequence[Version]) -> Iterator[None]:
+        if quick:
+            store.reserve(quick.pop(), MIB)
+        yield
+
+    with Store(memory / "store", 12 * MIB, Policy.EVICT) as store:
+        quick = [f"quick{number}" for number in range(rounds)]
+        for name in (*quick, "large"):
+            (store.staging / name).touch(0o600)
+        for number in range(10):
+            put(store, f"old{number}", 1)
+        store.eviction.announce = announce
+        assert store.reserve("large", 3 * MIB) == 3 * MIB
+        assert not quick
 
 
 @pytest.mark.parametrize("medium", media(("ucx", "fabric")))

@@ -69,6 +69,9 @@ class NoStore:
     def version(self, id: str) -> Version | None:
         return None
 
+    def ids_in_memfds(self) -> list[str]:
+        return []
+
     def location(self, version: Version) -> Path:
         raise StoreError(f"{version.name!r} is not in a store")
 
@@ -116,8 +119,9 @@ class Backend(ABC):
     on_evicted: Callable[[Version], None] = staticmethod(lambda version: None)
     #: A callback that receives each version that was spilled.
     on_spilled: Callable[[Prepared], None] = staticmethod(lambda prepared: None)
-    #: A callback for a full store: it confirms versions that were published since, and removes unreferenced ones.
-    reconcile: Callable[[], None] = staticmethod(lambda: None)
+    #: A callback for a full store, with the name of the dataset that the write appends to, if any: it confirms versions
+    #: that were published since, and removes unreferenced ones.
+    free_space: Callable[[str], None] = staticmethod(lambda appends_to: None)
 
     @property
     @abstractmethod
@@ -137,8 +141,12 @@ class Backend(ABC):
     def ensure_room(self, name: str, size: int, appends_to: str = "") -> None:
         """Make room for a segment, or raise. See `Store.ensure_room`."""
 
-    def announce_evictions(self, announce: Callable[[Sequence[Version]], AbstractContextManager[object]]) -> None:
-        """Have `announce` called before versions are evicted. See `Eviction`."""
+    def announce_evictions(
+        self,
+        announce: Callable[[Sequence[Version]], AbstractContextManager[object]],
+        is_base: Callable[[Version], bool],
+    ) -> None:
+        """Have `announce` called before versions are evicted, and `is_base` before that. See `Eviction`."""
 
     @abstractmethod
     def prepare(

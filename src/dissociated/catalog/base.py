@@ -63,7 +63,7 @@ class Catalog(ABC):
         self._registry = holdings.registry
         self._backend.on_evicted = self._on_evicted
         self._backend.on_spilled = self._on_spilled
-        self._backend.reconcile = self.reconcile
+        self._backend.free_space = self.free_space
 
     # Listing
 
@@ -302,8 +302,8 @@ class Catalog(ABC):
         """Record a heartbeat of a node, with its changes since the last one. Return the state of those parts."""
 
     @abstractmethod
-    def deregister(self, node: str, retiring: bool = False) -> None:
-        """Record that a node shuts down. If it is `retiring` and holds nothing, forget it."""
+    def deregister(self, node: str, retiring: bool = False, gone_ids: Sequence[str] = ()) -> None:
+        """Record that a node, and these parts with it, are gone. Forget a `retiring` node that holds no more."""
 
     # Start, reconciliation and end
 
@@ -334,6 +334,10 @@ class Catalog(ABC):
     @abstractmethod
     def reconcile(self) -> None:
         """Learn which versions were published, and remove the unreferenced ones."""
+
+    def free_space(self, appends_to: str) -> None:
+        """Reconcile for a write for which the store is full, and which appends to this dataset, if it has a name."""
+        self.reconcile()
 
     @abstractmethod
     def close(self) -> None:

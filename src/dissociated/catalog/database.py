@@ -210,22 +210,26 @@ class Database:
                 "UPDATE nodes SET seen = ?, lives_until = ?, digest = ? WHERE id = ?",
                 (versions.now, lives_until, digest, node),
             )
-            for part in removed:
-                if self._tables.all("SELECT 1 FROM parts WHERE id = ? AND node = ?", part, node):
-                    versions.remove_missing(part, rows[0]["host"])
+            self._remove_missing(versions, node, removed)
             self._record_announced(versions, announced)
             versions.expire(versions.now)
             return True
 
-    def deregister(self, node: str, retiring: bool = False) -> bool:
-        """Record that a node shuts down. If it is `retiring`, delete it unless it holds a part of a version.
+    def deregister(self, node: str, retiring: bool = False, gone_ids: Sequence[str] = ()) -> bool:
+        """Record that a node shuts down. If it is `retiring`, delete it unless it still holds a part of a version.
 
         The node still prepares parts. A commit that comes before this is kept, and a later one finds no node.
+
+        Args:
+            node: The id of the node.
+            retiring: Whether the node will not come back.
+            gone_ids: The ids of the parts that end with the process of the node.
 
         Returns:
             Whether the node was deleted.
         """
-        with self._transaction():
+        with self._transaction() as versions:
+            self._remove_missing(versions, node, gone_ids)
             self._tables.run("UPDATE nodes SET lives_until = 0 WHERE id = ?", (node,))
             sql = "SELECT 1 FROM parts JOIN version_parts ON part = parts.id WHERE node = ? LIMIT 1"
             if not retiring or self._tables.all(sql, node):
@@ -233,6 +237,12 @@ class Database:
             self._tables.run("DELETE FROM parts WHERE node = ?", (node,))
             self._tables.run("DELETE FROM nodes WHERE id = ?", (node,))
             return True
+
+    def _remove_missing(self, versions: Versions, node: str, parts: Iterable[str]) -> None:
+        for part in parts:
+            sql = "SELECT host FROM parts JOIN nodes ON nodes.id = node WHERE parts.id = ? AND node = ?"
+            for row in self._tables.all(sql, part, node):
+                versions.remove_missing(part, row["host"])
 
     def forget(self, node: str) -> None:
         """Delete a node, its parts, and the versions that have no other copy of one of these parts.

@@ -300,7 +300,9 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
         "register": (catalog.register, "between catalogs and nodes: register a node with all its parts"),
         "heartbeat": (catalog.heartbeat, "between catalogs and nodes: report that a node is alive"),
         "leave": (
-            lambda body: catalog.deregister(str(body["node"]), bool(body.get("retiring"))),
+            lambda body: catalog.deregister(
+                str(body["node"]), bool(body.get("retiring")), [str(part) for part in body.get("gone", ())]
+            ),
             "between catalogs and nodes: deregister a node",
         ),
     }

@@ -496,8 +496,8 @@ class LocalCatalog(Catalog):
             "unwanted": self._database.unreferenced_parts(node, announced),
         }
 
-    def deregister(self, node: str, retiring: bool = False) -> None:
-        if self._database.deregister(node, retiring):
+    def deregister(self, node: str, retiring: bool = False, gone_ids: Sequence[str] = ()) -> None:
+        if self._database.deregister(node, retiring, gone_ids):
             self._members.forget(node)
 
     # Start, reconciliation and end

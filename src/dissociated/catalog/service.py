@@ -34,14 +34,14 @@ Catalogs and nodes call each other with these actions:
     over      {keys}                                 -> {over: the keys that were committed or aborted}
     register  {node, parts, numbers, aside, serial, guarded, signs, digest, lives, now, unlisted}  -> a reply
     heartbeat {node, since, parts, gone, digest, lives, now, unlisted}            -> a reply
-    leave     {node, retiring}                       -> {}
+    leave     {node, retiring, gone}                 -> {}
     a reply   {known, now, wanted, unwanted}
 "guarded" says whether the node requires tokens, and "signs" identifies the secret of its tickets. "lives" is the number
 of seconds after which the node counts as away unless another message comes. "digest" identifies the state of the node
-after this report, and "since" the report that it continues. "gone" are parts that the node has removed, and "aside"
-those that it could not read at its start. "unlisted" is the number of published versions on the node of which no reply
-said what to do with them. Of the reported parts, "wanted" are those of published versions, and
-"unwanted" those to delete.
+after this report, and "since" the report that it continues. "gone" are parts that the node has removed, or that end
+with its process, and "aside" those that it could not read at its start. "unlisted" is the number of published versions
+on the node of which no reply said what to do with them. Of the reported parts, "wanted" are those of published
+versions, and "unwanted" those to delete.
 `dissociated.control.roles` has the role that each action needs if the catalog checks tokens or a secret.
 
 "appends" is the name of the dataset that the segment will be appended to, or missing.

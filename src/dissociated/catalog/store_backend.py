@@ -57,21 +57,26 @@ class StoreBackend(Backend):
         return self.store.writer(name, schema, options, partial(self.reserve, appends_to=appends_to))
 
     def reserve(self, name: str, size: int, wish: int, appends_to: str = "") -> int:
-        return self._retry_when_full(lambda: self.store.reserve(name, size, wish, appends_to))
+        return self._retry_when_full(lambda: self.store.reserve(name, size, wish, appends_to), appends_to)
 
     def ensure_room(self, name: str, size: int, appends_to: str = "") -> None:
-        self._retry_when_full(lambda: self.store.ensure_room(name, size, appends_to))
+        self._retry_when_full(lambda: self.store.ensure_room(name, size, appends_to), appends_to)
 
-    def announce_evictions(self, announce: Callable[[Sequence[Version]], AbstractContextManager[object]]) -> None:
+    def announce_evictions(
+        self,
+        announce: Callable[[Sequence[Version]], AbstractContextManager[object]],
+        is_base: Callable[[Version], bool],
+    ) -> None:
         self.store.eviction.announce = announce
+        self.store.eviction.is_base = is_base
 
-    def _retry_when_full(self, operation: Callable[[], T]) -> T:
+    def _retry_when_full(self, operation: Callable[[], T], appends_to: str = "") -> T:
         """Run `operation`; if the store is full, reconcile with the catalog, which may free space, and retry once."""
         try:
             return operation()
         except StoreFull:
             with suppress(DissociatedError):  # An unreachable catalog cannot free space.
-                self.reconcile()  # The store is not locked here, so others can use it meanwhile.
+                self.free_space(appends_to)  # The store is not locked here, so others can use it meanwhile.
             return operation()
 
     def prepare(

@@ -30,8 +30,17 @@ from dissociated.control.descriptors import parse_get
 from dissociated.control.messages import parse_app_metadata
 from dissociated.control.version import NodeRecord, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DissociatedError, StoreError, StoreFull
+from dissociated.errors import (
+    AccessDenied,
+    CatalogError,
+    CatalogUnreachable,
+    DeadlineExceeded,
+    DissociatedError,
+    StoreError,
+    StoreFull,
+)
 from dissociated.monitoring.status import NodeStatus, ServerStatus
+from dissociated.protocol.request import Request
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +73,8 @@ class UpstreamCatalog(Catalog):
         self._problem = ""  # the reason why the last report failed
         self._unlisted_ids: set[str] = set()  # of published versions that the upstream neither lists nor deletes
         self._incarnation = secrets.token_hex(8)  # random for each process, since its count of changes starts at 0
-        self._backend.announce_evictions(self._announcing)
+        self._replaced_ids: set[str] = set()  # of versions that the upstream is known to have replaced
+        self._backend.announce_evictions(self._announcing, lambda version: version.id not in self._replaced_ids)
 
     # Listing
 
@@ -134,7 +144,7 @@ class UpstreamCatalog(Catalog):
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         raise self._not_a_catalog()
 
-    def deregister(self, node: str, retiring: bool = False) -> None:
+    def deregister(self, node: str, retiring: bool = False, gone_ids: Sequence[str] = ()) -> None:
         raise self._not_a_catalog()
 
     def _not_a_catalog(self) -> CatalogError:
@@ -156,6 +166,29 @@ class UpstreamCatalog(Catalog):
     def reconcile(self) -> None:
         self._report_changes()
         self.clear_stage()
+
+    def free_space(self, appends_to: str) -> None:
+        super().free_space(appends_to)
+        if appends_to:
+            self._find_replaced(appends_to)
+
+    def _find_replaced(self, name: str) -> None:
+        """Ask the upstream which versions in the store have no part in the current version of their dataset.
+
+        The store keeps such a version while its tickets are valid, but need not keep it for an append.
+        """
+        versions = [
+            version for version in self._backend.store.versions() if version.name == name and not version.prepared
+        ]
+        current = self._upstream.describe(name)
+        tickets, now = self._registry.tickets, self._registry.now()
+        identifiers = {
+            tickets.check(Request.parse(endpoint.ticket).ticket, now).identifier for endpoint in current.endpoints
+        }
+        # A version with a higher number was published after the answer.
+        published = (version for version in versions if 0 < version.number <= current.version)
+        replaced_ids = self._replaced_ids | {version.id for version in published if version.ticket not in identifiers}
+        self._replaced_ids = {id for id in replaced_ids if self._backend.store.version(id) is not None}
 
     def _report_changes(self) -> None:
         """Report the changes to the upstream, or everything if the upstream does not know the last report."""
@@ -180,18 +213,22 @@ class UpstreamCatalog(Catalog):
         the new rows deleted, too.
 
         Raises:
+            CatalogUnreachable, DeadlineExceeded: The upstream does not answer.
             StoreFull: The upstream has not confirmed the report.
         """
         with self._report_lock:
             try:
                 self._report_changes()
-                since, self._reported_changes = self._digest, None  # If this fails, report what is still here.
-                changes, gone_ids = self._backend.store.changes, [version.id for version in versions]
-                body: dict[str, Any] = {"node": self.node.id, "since": since, "parts": [], "gone": gone_ids}
+                changes, self._reported_changes = self._reported_changes, None  # If this fails, report everything.
+                # The reply may just have had parts deleted, which only the next heartbeat reports.
+                assert changes is not None
+                gone_ids = [version.id for version in versions]
+                body: dict[str, Any] = {"node": self.node.id, "since": self._digest, "parts": [], "gone": gone_ids}
                 if not self._report(self._upstream, "heartbeat", changes, **body):
                     raise CatalogError(f"the catalog at {self._upstream.uri} has just started again")
             except DissociatedError as error:
-                raise StoreFull(
+                kind = type(error) if isinstance(error, CatalogUnreachable | DeadlineExceeded) else StoreFull
+                raise kind(
                     f"the store {str(self._backend.store.directory)!r} is full, and the datasets that could be evicted "
                     f"stay until the catalog has recorded that: {error}"
                 ) from error
@@ -301,8 +338,10 @@ class UpstreamCatalog(Catalog):
 
     def close(self) -> None:
         try:
+            # The upstream must not append to memfds, which end with this process.
+            body = {"node": self.node.id, "retiring": self.retiring, "gone": self._backend.store.ids_in_memfds()}
             with Peer(self._upstream.uri, self.security, _LEAVE_TIMEOUT) as peer:
-                peer.do_action("leave", {"node": self.node.id, "retiring": self.retiring})
+                peer.do_action("leave", body)
         except DissociatedError as error:
             _log.info("deregistration failed: node=%s error=%s", self.node.flight, error)
         self._upstream.close()

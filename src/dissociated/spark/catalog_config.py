@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from dissociated.base.tracing import TRACEPARENT, is_traceparent
 from dissociated.client.client import Client
@@ -19,6 +19,7 @@ from dissociated.node.client import connect
 from dissociated.node.launch import ensure
 from dissociated.node.local import EMPTY_EXIT
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: The seconds for which tasks wait for a catalog or a node that is away, unless an option says otherwise. Start and
@@ -103,6 +104,10 @@ class CatalogConfig:
                 _failures.pop(self.uri, None)
                 return result
             time.sleep(RETRY_DELAY)
+
+    def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
+        """Return a function that makes `call` as `retry` does."""
+        return lambda *args, **options: self.retry(lambda: call(*args, **options))
 
     def ask(self, call: Callable[[Client], T]) -> T:
         """Return the result of `call` with a client of the catalog, repeated as `retry` does."""

@@ -96,7 +96,7 @@ class _StagedSegment:
         self.node = stage.node
         with ExitStack() as stack:
             path, reserve = stack.enter_context(staged_file(stage, segment, catalog.connect, target.commit))
-            self.writer = stack.enter_context(SharedSegmentWriter(path, schema, reserve))
+            self.writer = stack.enter_context(SharedSegmentWriter(path, schema, reserve and catalog.retrying(reserve)))
             self._resources = stack.pop_all()
 
     def finish(self, size: int) -> int:

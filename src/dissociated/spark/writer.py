@@ -81,7 +81,7 @@ def write_segment(target: WriteTarget, prefix: str, fitting: Fitting, iterator: 
     segment = f"{prefix}{partition:06}.{context.taskAttemptId()}.arrows"
     with (
         staged_file(stage, segment, catalog.connect, target.commit) as (path, reserve),
-        SegmentWriter(path, fitting.schema, reserve=reserve) as writer,
+        SegmentWriter(path, fitting.schema, reserve=reserve and catalog.retrying(reserve)) as writer,
     ):
         writer.write(fitting.conform(first))
         for batch in batches:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
 from dissociated.control.version import Version
-from dissociated.errors import StoreFull
 from dissociated.store.places import Place, Places
 
 T = TypeVar("T")
-
-_MAX_ROUNDS = 4  # of announced evictions for one operation; other writers may take the room before it is repeated
 
 
 class Policy(Enum):
@@ -58,13 +56,15 @@ class _EvictionPending(Exception):
 class Eviction:
     """The eviction of versions from a store, under its policy.
 
-    Not thread-safe: the lock of the store protects it. The server of the store sets these attributes:
+    The lock of the store protects it: only `run` is thread-safe. The server of the store sets these attributes:
 
     - `in_use` returns whether the server is reading a version for a client.
     - `is_exposed` returns whether clients know the addresses of a version, to fetch from its memory themselves. The
       kernel counts exposed memory as used until `withdraw` ends the exposure.
     - `announce`, if it is not None, returns a context manager, in which versions are evicted that clients may still
-      look up. On entry, it tells the catalog that they are gone, or raises StoreFull.
+      look up. On entry, it tells the catalog that they are gone, or raises StoreFull, CatalogUnreachable or
+      DeadlineExceeded.
+    - `is_base` returns whether an append may extend a version: not if a later one, on another node, has replaced it.
     - `on_evicted` is called after a version was removed to make room, and `on_spilled` after it has moved to disk.
     """
 
@@ -73,10 +73,12 @@ class Eviction:
         self.is_exposed: Callable[[Version], bool] = lambda version: False
         self.withdraw: Callable[[Version], None] = lambda version: None
         self.announce: Callable[[Sequence[Version]], AbstractContextManager[object]] | None = None
+        self.is_base: Callable[[Version], bool] = lambda version: True
         self.on_evicted: Callable[[Version], None] = lambda version: None
         self.on_spilled: Callable[[Version], None] = lambda version: None
         self.policy = policy
         self._places = places
+        self._announcing = threading.Lock()  # writers that would choose the same versions wait for each other
 
     def run(self, operation: Callable[[], T], lock: Callable[[], AbstractContextManager[object]]) -> T:
         """Run an operation that calls `make_room`, and again after the evictions that had to be announced.
@@ -89,22 +91,24 @@ class Eviction:
             The result of the operation.
 
         Raises:
-            StoreFull: The versions cannot be announced, or the evictions did not make enough room.
+            StoreFull, CatalogUnreachable, DeadlineExceeded: The versions cannot be announced.
         """
-        for _ in range(_MAX_ROUNDS):
-            try:
-                return operation()
-            except _EvictionPending as pending:
-                assert self.announce is not None
-                with self.announce(pending.versions), lock():
-                    for version in pending.versions:
-                        if (entry := self._places.contents.get(version.id)) is not None:
-                            self.evict(entry[0])
-                            pending.on_evicted(entry[0])
-        raise StoreFull(
-            f"the store {str(self._places.directory.path)!r} is full: other writers took the room that was made for "
-            "this write; try it again"
-        )
+        with suppress(_EvictionPending):
+            return operation()
+        with self._announcing, ExitStack() as locked:
+            while True:  # Each round evicts a version, and an operation that finds none to evict ends the loop.
+                try:
+                    return operation()
+                except _EvictionPending as pending:
+                    locked.close()
+                    assert self.announce is not None
+                    with self.announce(pending.versions):
+                        # The lock is kept until the operation was repeated, so that no other writer takes the room.
+                        locked.enter_context(lock())
+                        for version in pending.versions:
+                            if (entry := self._places.contents.get(version.id)) is not None:
+                                self.evict(entry[0])
+                                pending.on_evicted(entry[0])
 
     def make_room(
         self, count_missing: Callable[[], Missing], on_evicted: Callable[[Version], object], appends_to: str
@@ -148,7 +152,7 @@ class Eviction:
         """Return the bytes of the current version of a dataset that stay in memory while rows are appended to it."""
         if self.policy is Policy.SPILL:
             return 0
-        current = self._places.contents.named(appends_to)[-1:]
+        current = filter(self.is_base, self._places.contents.named(appends_to)[-1:])
         return sum(sum(self._places.find(version)[1].sizes(version).values()) for version in current)
 
     def _choose_evictions(self, missing: Missing, appends_to: str) -> list[Version]:
@@ -198,7 +202,7 @@ class Eviction:
         for version in contents:
             if version.id in chosen or version.prepared or not self._is_evictable(version):
                 continue
-            if version.name == appends_to and self.policy is Policy.EVICT:
+            if version.name == appends_to and self.policy is Policy.EVICT and self.is_base(version):
                 continue
             remaining = (
                 candidate

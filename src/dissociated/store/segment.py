@@ -38,7 +38,7 @@ from dissociated.codec.sink import DescriptorSink, Sink
 from dissociated.codec.split import BatchAndMetadata, Metadata, SplitMessage, Splitter, batches
 from dissociated.codec.validation import OnceValidator
 from dissociated.codec.writer import EncapsulatedWriter
-from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
+from dissociated.errors import CatalogError, FormatError, RemoteProtocolError, SourceError, StoreError
 from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, encapsulate, end_of_stream
 from dissociated.format.index import Index
 from dissociated.format.message import HeaderType, buffer_extents, row_count_at
@@ -434,7 +434,8 @@ class SegmentWriter(EncapsulatedWriter):
 
     def _write_statistics(self) -> bool:
         """Write the end of the stream with statistics. Return False if they are unknown, or cannot be written."""
-        with suppress(StoreError, pa.ArrowException):  # They are optional. Without them, the segment may still fit.
+        # They are optional. Without them, the segment may still fit.
+        with suppress(StoreError, CatalogError, pa.ArrowException):
             statistics = self._statistics.statistics()
             if statistics is not None:
                 self._write([end_of_stream(), statistics.encode()])

@@ -204,6 +204,11 @@ class Store(ProcessBound):
         with self._locked:
             return self._contents.by_key(key)
 
+    def ids_in_memfds(self) -> list[str]:
+        """Return the ids of the versions that end with the owner of the store, since they lie in memfds."""
+        with self._locked:
+            return [version.id for version in self._contents if self._places.find(version)[1] is self._memfds]
+
     @property
     def changes(self) -> int:
         """The number of changes so far: commits, confirmations, moves and removals of versions."""
@@ -281,6 +286,7 @@ class Store(ProcessBound):
 
         Raises:
             StoreFull: There is no room for `size` bytes, and none can be made now.
+            CatalogUnreachable, DeadlineExceeded: Versions can be evicted, but the catalog does not answer.
         """
         with self._locked:
             return self._quota.reserve(name, size, wish, appends_to)
@@ -290,8 +296,7 @@ class Store(ProcessBound):
         """Make room for `size` bytes of `name` that are about to be written. Evict nothing if they cannot all fit.
 
         A writer that knows its total size calls this first. Otherwise, versions could be evicted for the beginning of a
-        segment that turns out not to fit. For `appends_to` see `reserve`. Raises StoreFull if there is no room, and
-        none can be made now.
+        segment that turns out not to fit. For `appends_to`, and for the errors, see `reserve`.
         """
         with self._locked:
             self._quota.ensure_room(name, size, appends_to)
