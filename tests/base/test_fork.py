@@ -360,3 +360,29 @@ UCX = """
 @pytest.mark.needs("ucx")
 def test_a_child_of_a_process_that_uses_ucx_is_told_so_at_once() -> None:
     run(BEGIN, UCX)
+
+
+def test_a_release_that_fails_leaves_no_other_object_unmarked() -> None:
+    run(
+        """
+        import os
+        from dissociated.base.fork import ProcessBound
+
+        class Bound(ProcessBound):
+            is_released = False
+
+            def __init__(self, fails):
+                self.fails = fails
+                self.bind_to_process()
+
+            def after_fork_in_child(self):
+                if self.fails:
+                    os.close(-1)
+                self.is_released = True
+
+        bound = [Bound(number % 10 == 0) for number in range(20)]
+        if not (child := os.fork()):
+            os._exit(not all(one.is_inherited and one.is_released != one.fails for one in bound))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """
+    )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.base.fork import ProcessBound
 from dissociated.node.node import Node
 from dissociated.spark.functions import MappedFunction
 from dissociated.spark.sidecar import Sidecar
@@ -94,6 +98,10 @@ class ChildError(Exception):
     """The end of a forked child."""
 
 
+class EarlyError(Exception):
+    """The failure of a function."""
+
+
 def test_a_forked_child_leaves_the_batches_and_the_task_to_its_parent(listener: socket.socket) -> None:
     def fork(batches: Batches) -> Batches:
         kept = [*batches]
@@ -117,43 +125,109 @@ def test_a_forked_child_leaves_the_batches_and_the_task_to_its_parent(listener: 
         assert task.result(PATIENCE) == "d"
 
 
-def test_a_function_may_end_while_a_thread_of_its_own_waits_for_a_batch(listener: socket.socket) -> None:
+@pytest.mark.parametrize("end", ["returns", "fails", "interrupted"])
+def test_a_function_that_ends_waits_until_the_task_has_written_the_batch_it_requested(
+    listener: socket.socket, end: str
+) -> None:
     threads: list[threading.Thread] = []
     read: list[pa.RecordBatch] = []
 
     def early(batches: Batches) -> Batches:
         yield next(batches)
+        if end == "interrupted":
+            with pytest.raises(TimeoutError):
+                next(batches)
+            return
         threads.append(threading.Thread(target=lambda: read.extend(batches)))
         threads[0].start()
-        assert is_asked.wait(PATIENCE)
+        assert is_requested.wait(PATIENCE)
+        if end == "fails":
+            raise EarlyError
 
-    is_asked = threading.Event()
+    is_requested = threading.Event()
 
     def task() -> None:
-        """Give the function one batch, and let it wait for the next."""
-        with listener.accept()[0] as connection, connection.makefile("rw") as lines:
+        """Give the function one batch, and write the next one late."""
+        with listener.accept()[0] as connection, connection.makefile() as lines:
 
             def send(**message: Any) -> None:
-                lines.write(json.dumps(message) + "\n")
-                lines.flush()
+                connection.sendall(json.dumps(message).encode() + b"\n")
+
+            def write(path: str) -> int:
+                with open(path, "r+b") as file:
+                    return file.write(pa.record_batch({"s": ["a"]}).serialize())
 
             send(next=True)
-            with open(json.loads(lines.readline())["write"], "r+b") as file:
-                send(size=file.write(pa.record_batch({"s": ["a"]}).serialize()))
+            send(size=write(json.loads(lines.readline())["write"]))
             assert json.loads(lines.readline())["batches"]
             send(next=True)
-            assert "write" in json.loads(lines.readline())
-            is_asked.set()
-            assert json.loads(lines.readline())["ended"]
+            path = json.loads(lines.readline())["write"]
+            is_requested.set()
+            if end == "interrupted":
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+            if end != "fails":
+                assert json.loads(lines.readline())["ended"]
+            assert select.select([connection], [], [], 0.1)[0] == []  # the function waits
+            send(size=write(path))
             assert lines.readline() == ""
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            running = executor.submit(task)
+            with pytest.raises(EarlyError) if end == "fails" else nullcontext():
+                run(early, SCHEMA, listener)
+            running.result(PATIENCE)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert read == []
+
+
+def test_a_function_ends_if_its_task_ends_before_it_has_written_a_batch(listener: socket.socket) -> None:
+    threads: list[threading.Thread] = []
+
+    def ahead(batches: Batches) -> Batches:
+        first = next(batches)
+        threads.append(threading.Thread(target=lambda: [*batches]))
+        threads[0].start()
+        yield first
+
+    def task() -> None:
+        with listener.accept()[0] as connection, connection.makefile() as lines:
+            connection.sendall(b'{"next": true}\n')
+            with open(json.loads(lines.readline())["write"], "r+b") as file:
+                size = file.write(pa.record_batch({"s": ["a"]}).serialize())
+            connection.sendall(b'{"size": %d}\n' % size)
+            messages = [json.loads(lines.readline()) for _ in range(2)]  # in any order
+            assert {key for message in messages for key in message} == {"write", "regions", "batches", "ended"}
 
     with ThreadPoolExecutor(1) as executor:
         running = executor.submit(task)
-        run(early, SCHEMA, listener)
+        run(ahead, SCHEMA, listener)
         running.result(PATIENCE)
     threads[0].join(PATIENCE)
     assert not threads[0].is_alive()
-    assert read == []
+
+
+def test_a_child_marks_what_it_inherits_although_a_failed_function_is_referenced(listener: socket.socket) -> None:
+    def fail(batches: Batches) -> Batches:
+        raise EarlyError
+
+    with pytest.raises(EarlyError) as failure:
+        run(fail, SCHEMA, listener)
+    others = [ProcessBound() for _ in range(20)]
+    for other in others:
+        other.bind_to_process()
+    if not (child := os.fork()):
+        os._exit(not all(other.is_inherited for other in others))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    del failure
 
 
 def test_a_function_may_end_while_a_thread_of_its_own_reads_a_dataset(listener: socket.socket, memory: Path) -> None:

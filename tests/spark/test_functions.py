@@ -231,6 +231,23 @@ def test_a_function_may_keep_every_batch_or_end_early(spark: SparkSession) -> No
         spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
 
 
+def test_a_function_may_end_while_the_task_computes_the_batch_it_requested(spark: SparkSession) -> None:
+    def early(batches: Batches) -> Batches:
+        first = next(batches)
+        yield first
+        thread = threading.Thread(target=next, args=(batches, None), daemon=True)
+        thread.start()
+        thread.join(0.1)  # the task sleeps for longer
+
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 50)
+    try:
+        df = spark.range(0, 100, numPartitions=1)
+        slow = df.selectExpr("IF(id = 60, id + length(java_method('java.lang.Thread', 'sleep', 400L)), id) AS id")
+        assert [row.id for row in map_in_arrow(slow, early, df.schema).collect()] == [*range(50)]
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
+
+
 def raising(batches: Batches) -> Batches:
     for batch in batches:
         yield batch

@@ -60,7 +60,10 @@ def _begin_child() -> None:
     _lock.release()
     for instance in inherited:
         instance.is_inherited = True
-        with suppress(AttributeError):  # another thread had not finished making the object
+    for instance in inherited:
+        # An AttributeError is of an object that another thread had not finished making, an OSError of a descriptor that
+        # another thread was closing. Neither may keep the other objects from their release.
+        with suppress(AttributeError, OSError):
             instance.after_fork_in_child()
 
 

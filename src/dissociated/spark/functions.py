@@ -7,7 +7,10 @@ batches lie in memory that both map:
     worker    maps the batch, or the segments of a dataset that is read directly, and calls the function
     task      maps each batch that the function yields where it lies; the worker copies a batch into a memfd if needed
 
-The function runs only while the task waits for its next batch, so there is never more than one batch on its way.
+The function runs only while the task waits for its next batch, so there is never more than one batch on its way. A
+function may end before the task has written the batch that its thread requested. The worker then waits for the task:
+Spark uses the worker again, and the path of a closed memfd may soon lead to a memfd of another task.
+
 `jvm/Functions.scala` is the other half.
 """
 
@@ -135,19 +138,18 @@ class MappedFunction:
             stack.callback(conversation.end)  # the function may still read its batches in a thread of its own
             while conversation.receive("next") is not None:
                 answer = stream.next()
-                conversation.send(answer)
                 if answer["ended"]:
-                    return
+                    conversation.has_ended = True  # the task answers no request that it receives after this message
+                conversation.send(answer)
 
     def _receive(self, conversation: _Conversation, memory: _InputMemory) -> Generator[pa.RecordBatch, None, None]:
         """Yield the batches that the task writes."""
         while not conversation.has_ended:
             memfd = memory.take()
-            conversation.send({"write": memfd.path})
-            written = conversation.receive("size")
-            if written is None or not written["size"]:
+            size = conversation.write(memfd)
+            if not size or conversation.has_ended:
                 return
-            yield pa.ipc.read_record_batch(pa.ipc.read_message(memfd.read(written["size"])), self._input_schema)
+            yield pa.ipc.read_record_batch(pa.ipc.read_message(memfd.read(size)), self._input_schema)
 
     def _read_dataset(
         self, start: Mapping[str, Any], spaces: list[AddressSpace]
@@ -224,9 +226,11 @@ class _Conversation(ProcessBound):
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
-        self._lines = self._socket.makefile("r", encoding="utf-8")
+        self._unparsed = b""  # received bytes after the last line
         self._received: dict[str, Any] = {}  # messages for which no thread has asked yet, by each of their keys
         self.has_ended = False  # whether the task has enough, or the function gives it no more
+        self._unwritten: _Memfd | None = None  # stays open, because the task is about to open its path
+        self._sending = threading.Lock()
         self._lock = threading.Lock()  # of receiving
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="dissociated-watcher", daemon=True)
@@ -234,8 +238,10 @@ class _Conversation(ProcessBound):
 
     def after_fork_in_child(self) -> None:
         self.has_ended = True  # the messages are for the parent
-        self._lock = threading.Lock()  # a thread of the parent may hold it
-        os.close(self._socket.detach())
+        self._unwritten = None
+        self._sending, self._lock = threading.Lock(), threading.Lock()  # threads of the parent may hold them
+        if (descriptor := self._socket.detach()) >= 0:
+            os.close(descriptor)
 
     def _watch(self) -> None:
         """Kill this process if the function runs on for long after the task has closed the connection."""
@@ -246,31 +252,65 @@ class _Conversation(ProcessBound):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def send(self, message: Mapping[str, Any]) -> None:
+        with self._sending:
+            if not self.is_inherited:
+                self._send(message)
+
+    def _send(self, message: Mapping[str, Any]) -> None:
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
+        except ConnectionError:
             self.has_ended = True  # the task has ended: `receive` tells the caller
+
+    def write(self, memfd: _Memfd) -> int:
+        """Let the task write its next batch to `memfd`. Return the size of the batch, or 0 if there is none."""
+        with self._sending:
+            if self.has_ended:
+                return 0
+            self._unwritten = memfd
+            self._send({"write": memfd.path})
+        written = self.receive("size")
+        return written["size"] if written is not None else 0
 
     def receive(self, kind: str) -> Any:
         """Return the next message with the key `kind`; None if the task has enough."""
         with self._lock:
             while kind not in self._received and not self.has_ended:
-                try:
-                    line = self._lines.readline()
-                except OSError:
-                    line = ""
-                if not line.endswith("\n"):
-                    self.has_ended = True
-                    break
-                message = json.loads(line)
-                self._received.update(dict.fromkeys(message, message))
+                self._receive()
             return self._received.pop(kind, None)
 
+    def _receive(self) -> None:
+        """Receive one message, or the end of the task. The caller holds the lock.
+
+        A signal handler of the function may raise any error here, and no message is lost then.
+        """
+        while b"\n" not in self._unparsed:
+            try:
+                received = self._socket.recv(1 << 16)
+            except ConnectionError:
+                received = b""
+            if not received:
+                self.has_ended = True
+                self._unwritten = None  # the task opens no path after it has closed the connection
+                return
+            self._unparsed += received
+        line, _, self._unparsed = self._unparsed.partition(b"\n")
+        message = json.loads(line)
+        self._received.update(dict.fromkeys(message, message))
+        if "size" in message:
+            self._unwritten = None
+
     def end(self) -> None:
-        """Receive nothing more. A call of `receive` that waits in another thread returns None."""
-        self.has_ended = True
-        with suppress(OSError):  # the task has closed it
-            self._socket.shutdown(socket.SHUT_RD)
+        """Request no more batches, and wait until the task has written the last one that was requested.
+
+        There is no time limit: the task itself needs that batch to go on. If the task fails or is killed instead, it
+        closes the connection.
+        """
+        with self._sending:
+            self.has_ended = True
+        with self._lock:
+            while self._unwritten is not None:
+                self._receive()
 
     def __enter__(self) -> Self:
         self._watcher.start()
@@ -283,7 +323,6 @@ class _Conversation(ProcessBound):
         with suppress(OSError):  # the task has closed it
             self._socket.shutdown(socket.SHUT_RDWR)  # this wakes the watcher
         self._watcher.join()
-        self._lines.close()
         self._socket.close()
 
 
@@ -328,9 +367,8 @@ class _InputMemory(ProcessBound):
 
     def __exit__(self, *_: object) -> None:
         self.keep()
-        for memfd in self._all:
-            memfd.close()
-        # A worker that waits for its next partition collects no garbage, so no reference cycle may be left.
+        # No memfd is closed here: another thread may use it. Each is closed when it is collected. A worker that waits
+        # for its next partition collects no garbage, so no reference cycle may be left.
         self._all.clear()
         self._free.clear()
 

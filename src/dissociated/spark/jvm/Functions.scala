@@ -9,6 +9,7 @@ import java.nio.file.{Files, Path, Paths, StandardOpenOption}
 import java.util.concurrent.{CompletableFuture, ExecutionException}
 
 import scala.reflect.ClassTag
+import scala.util.Using
 
 import com.fasterxml.jackson.databind.JsonNode
 import org.apache.spark.{Partition, SparkContext, TaskContext}
@@ -223,7 +224,8 @@ final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], inp
     conversation.send("next" -> true)
     var answer = receive()
     while (answer.has("write")) {
-      conversation.send(writer.writeNext(answer.get("write").asText): _*)
+      val path = answer.get("write").asText
+      conversation.send("size" -> writer.writeNext(conversation.open(path)))
       answer = receive()
     }
     if (answer.get("ended").asBoolean) awaitFunction()
@@ -252,19 +254,17 @@ final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], inp
 final class InputWriter(input: Iterator[Any], schema: StructType, maxRows: Int) {
   private val batches = new BatchStream(input, schema, maxRows)
 
-  /** Write the next batch to the file, and return the message with its size in bytes, which is 0 if there is none. */
-  def writeNext(path: String): Seq[(String, Any)] = {
+  /** Write the next batch to the file that `open` returns. Returns its size in bytes, which is 0 if there is none. */
+  def writeNext(open: => FileChannel): Long = {
     var size = 0L
     batches.writeNext { (rows, layout) =>
-      val channel = FileChannel.open(Paths.get(path), StandardOpenOption.WRITE)
-      try size = SegmentFile.write(channel, layout.encodeMessage(rows, 0))
+      try size = Using.resource(open)(SegmentFile.write(_, layout.encodeMessage(rows, 0)))
       catch {
         case error: IOException =>
           throw Failure(s"a batch for a Python function cannot be written to shared memory: $error")
       }
-      finally channel.close()
     }
-    Seq("size" -> size)
+    size
   }
 
   def free(): Unit = batches.free()
@@ -306,6 +306,15 @@ final class Conversation(start: Map[String, Any]) extends AutoCloseable {
   def receive(): Option[JsonNode] =
     try Option(reader).flatMap(lines => Option(lines.readLine())).map(Sidecar.json.readTree)
     catch { case _: IOException => None }
+
+  /**
+   * Open a file of the worker for writing. The worker keeps it open until it has received an answer or the end of the
+   * conversation. After that the path may lead to a file of another task.
+   */
+  def open(path: String): FileChannel = synchronized {
+    if (isClosed) throw Failure("a Python function needs no more batches: its task has ended")
+    FileChannel.open(Paths.get(path), StandardOpenOption.WRITE)
+  }
 
   private def connect(): Unit = if (channel == null) {
     val accepted = server.accept()
