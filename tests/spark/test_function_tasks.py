@@ -219,8 +219,16 @@ def test_a_child_marks_what_it_inherits_although_a_failed_function_is_referenced
     def fail(batches: Batches) -> Batches:
         raise EarlyError
 
-    with pytest.raises(EarlyError) as failure:
-        run(fail, SCHEMA, listener)
+    def task() -> None:
+        with listener.accept()[0] as connection:
+            connection.sendall(b'{"next": true}\n')
+            assert connection.recv(1) == b""
+
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(task)
+        with pytest.raises(EarlyError) as failure:
+            run(fail, SCHEMA, listener)
+        running.result(PATIENCE)
     others = [ProcessBound() for _ in range(20)]
     for other in others:
         other.bind_to_process()

@@ -131,7 +131,7 @@ class MappedFunction:
                 self._read_dataset(start, spaces) if "reader" in start else self._receive(conversation, memory)
             )
             stack.enter_context(closing(inputs))
-            results = self._check(self._results(inputs))
+            results = self._checked_results(inputs)
             stream = SharedStream(results, spaces, self._output_schema.types, max_batches=1, static_only=True)
             stack.enter_context(closing(stream))
             stack.callback(memory.keep)  # the stream gives the last batch back, which the JVM may still read
@@ -169,8 +169,8 @@ class MappedFunction:
             )
         return results
 
-    def _check(self, results: Iterator[pa.RecordBatch]) -> Generator[pa.RecordBatch, None, None]:
-        for batch in results:
+    def _checked_results(self, batches: Iterator[pa.RecordBatch]) -> Generator[pa.RecordBatch, None, None]:
+        for batch in self._results(batches):
             if not isinstance(batch, pa.RecordBatch):
                 raise SourceError(f"the function yields {type(batch).__name__}, not pyarrow.RecordBatch")
             yielded, declared = batch.schema.types, self._output_schema
