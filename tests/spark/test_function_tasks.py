@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pytest
@@ -25,6 +25,8 @@ from dissociated.spark.functions import MappedFunction
 from dissociated.spark.sidecar import Sidecar
 from dissociated.store.store import Store
 from support.helpers import PATIENCE, connections_left, wait_until
+
+T = TypeVar("T")
 
 Batches = Iterator[pa.RecordBatch]
 SCHEMA = pa.schema({"s": pa.string()})
@@ -45,6 +47,35 @@ def run(function: Callable[[Batches], Batches], schema: pa.Schema, listener: soc
         {"dissociated.conversation": [json.dumps({"socket": listener.getsockname(), **start})]}
     )
     assert [*MappedFunction(function, schema, schema)(iter([conversation]))] == []
+
+
+def run_with(
+    task: Callable[[], T],
+    function: Callable[[Batches], Batches],
+    schema: pa.Schema,
+    listener: socket.socket,
+    **start: Any,
+) -> T:
+    """Run a function as `run` does, and its task in a thread. Return the result of the task. Its error comes first."""
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(task)
+        try:
+            run(function, schema, listener, **start)
+        finally:
+            result = running.result(PATIENCE)
+    return result
+
+
+def reading_ahead(threads: list[threading.Thread]) -> Callable[[Batches], Batches]:
+    """Return a function that yields its first batch and ends, while a thread that it adds to `threads` reads on."""
+
+    def function(batches: Batches) -> Batches:
+        first = next(batches)
+        threads.append(threading.Thread(target=lambda: [*batches]))
+        threads[0].start()
+        yield first
+
+    return function
 
 
 def last_text(listener: socket.socket, texts: list[str], is_ended: bool) -> str:
@@ -88,10 +119,7 @@ def test_the_last_batch_stays_as_it_is_after_the_function_has_ended(listener: so
     def keep(batches: Batches) -> Batches:
         yield from [*batches]
 
-    with ThreadPoolExecutor(1) as executor:
-        task = executor.submit(last_text, listener, ["a", "b", "c", "d"], is_ended)
-        run(keep, SCHEMA, listener)
-        assert task.result(PATIENCE) == "d"
+    assert run_with(lambda: last_text(listener, ["a", "b", "c", "d"], is_ended), keep, SCHEMA, listener) == "d"
 
 
 class ChildError(Exception):
@@ -176,11 +204,8 @@ def test_a_function_that_ends_waits_until_the_task_has_written_the_batch_it_requ
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with ThreadPoolExecutor(1) as executor:
-            running = executor.submit(task)
-            with pytest.raises(EarlyError) if end == "fails" else nullcontext():
-                run(early, SCHEMA, listener)
-            running.result(PATIENCE)
+        with pytest.raises(EarlyError) if end == "fails" else nullcontext():
+            run_with(task, early, SCHEMA, listener)
     finally:
         signal.signal(signal.SIGALRM, previous)
     for thread in threads:
@@ -192,12 +217,6 @@ def test_a_function_that_ends_waits_until_the_task_has_written_the_batch_it_requ
 def test_a_function_ends_if_its_task_ends_before_it_has_written_a_batch(listener: socket.socket) -> None:
     threads: list[threading.Thread] = []
 
-    def ahead(batches: Batches) -> Batches:
-        first = next(batches)
-        threads.append(threading.Thread(target=lambda: [*batches]))
-        threads[0].start()
-        yield first
-
     def task() -> None:
         with listener.accept()[0] as connection, connection.makefile() as lines:
             connection.sendall(b'{"next": true}\n')
@@ -207,10 +226,7 @@ def test_a_function_ends_if_its_task_ends_before_it_has_written_a_batch(listener
             messages = [json.loads(lines.readline()) for _ in range(2)]  # in any order
             assert {key for message in messages for key in message} == {"write", "regions", "batches", "ended"}
 
-    with ThreadPoolExecutor(1) as executor:
-        running = executor.submit(task)
-        run(ahead, SCHEMA, listener)
-        running.result(PATIENCE)
+    run_with(task, reading_ahead(threads), SCHEMA, listener)
     threads[0].join(PATIENCE)
     assert not threads[0].is_alive()
 
@@ -224,11 +240,8 @@ def test_a_child_marks_what_it_inherits_although_a_failed_function_is_referenced
             connection.sendall(b'{"next": true}\n')
             assert connection.recv(1) == b""
 
-    with ThreadPoolExecutor(1) as executor:
-        running = executor.submit(task)
-        with pytest.raises(EarlyError) as failure:
-            run(fail, SCHEMA, listener)
-        running.result(PATIENCE)
+    with pytest.raises(EarlyError) as failure:
+        run_with(task, fail, SCHEMA, listener)
     others = [ProcessBound() for _ in range(20)]
     for other in others:
         other.bind_to_process()
@@ -241,12 +254,6 @@ def test_a_child_marks_what_it_inherits_although_a_failed_function_is_referenced
 def test_a_function_may_end_while_a_thread_of_its_own_reads_a_dataset(listener: socket.socket, memory: Path) -> None:
     threads: list[threading.Thread] = []
     count = 5_000
-
-    def early(batches: Batches) -> Batches:
-        first = next(batches)
-        threads.append(threading.Thread(target=lambda: [*batches]))
-        threads[0].start()
-        yield first
 
     def task() -> None:
         with listener.accept()[0] as connection, connection.makefile("rw") as lines:
@@ -264,11 +271,8 @@ def test_a_function_may_end_while_a_thread_of_its_own_reads_a_dataset(listener: 
         schema = described["schema"]
         plan = sidecar.plan(options, schema, schema, described["version"], described["lineage"], [], 1.0, 1)
         (partition,) = plan["partitions"]
-        with ThreadPoolExecutor(1) as executor:
-            running = executor.submit(task)
-            start = {"reader": plan["reader"], "partition": partition["partition"], "max_rows": 1 << 20}
-            run(early, batch.schema, listener, **start)
-            running.result(PATIENCE)
+        start = {"reader": plan["reader"], "partition": partition["partition"], "max_rows": 1 << 20}
+        run_with(task, reading_ahead(threads), batch.schema, listener, **start)
         threads[0].join(PATIENCE)
         assert not threads[0].is_alive()
         wait_until(lambda: connections_left(node.server) == 0, "nothing is held")
