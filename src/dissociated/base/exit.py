@@ -9,7 +9,6 @@ they read: they wait for a lock that is never released, and never request the GI
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar, cast
 
+from dissociated.base.fork import hold_over_forks
 from dissociated.base.once import once
 from dissociated.errors import TransportError
 
@@ -73,7 +73,7 @@ class StreamThread(threading.Thread):
 @once
 def act_at_exit() -> None:
     """Register this module's action at exit. It runs after actions that are registered with `atexit` later."""
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+    hold_over_forks(_lock)
     atexit.register(_exit)
 
 

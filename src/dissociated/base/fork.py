@@ -67,6 +67,11 @@ def _begin_child() -> None:
             instance.after_fork_in_child()
 
 
+def hold_over_forks(lock: threading.Lock) -> None:
+    """Hold a lock over each fork from now on. A child would otherwise lack the thread that holds it."""
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
 def leak(instance: object) -> None:
     """Prevent finalization of `instance` in this process, also at its exit.
 

@@ -7,7 +7,6 @@ address < base + size`. Each side maps the region at an address of its own.
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from dissociated.base.fork import hold_over_forks
 from dissociated.errors import RemoteProtocolError
 from dissociated.memory.device.base import Device
 from dissociated.memory.private import SharedFile
@@ -23,8 +23,7 @@ _PAGE = mmap.PAGESIZE
 _ALIGNMENT = 8  # libarrow requires it of offsets in a body
 _next_base = _PAGE  # not 0, because the address 0 means an absent buffer
 _lock = threading.Lock()
-# A child would lack the thread that holds the lock.
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+hold_over_forks(_lock)
 
 
 def pages(size: int) -> int:

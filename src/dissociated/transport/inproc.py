@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
+from dissociated.base.fork import hold_over_forks
 from dissociated.errors import ConnectionClosed, RemoteError, TransportError, UriError
 from dissociated.protocol.close_reason import reason_error
 from dissociated.protocol.message import Incoming, Message
@@ -24,8 +24,7 @@ _MAX_IN_FLIGHT = 1 << 26  # bytes, in one direction
 
 _listeners: dict[str, _InprocListener] = {}
 _lock = threading.Lock()
-# A child would lack the thread that holds the lock.
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+hold_over_forks(_lock)
 
 
 class InprocConnection(Connection):
