@@ -92,6 +92,9 @@ def test_partitions_are_of_the_bytes_that_are_read_and_enough_for_all_tasks(
     assert partitions(1.0, 100) == COUNT
     assert partitions(0.5, 100) == COUNT // 2
     assert partitions(0.01, 100) == 1
+    monkeypatch.setattr("dissociated.spark.sidecar.SLICE_BYTES", -(-nbytes // 3))
+    assert partitions(1.0, 3) == 3
+    assert partitions(1.0, 2) == 4, "two rounds of two tasks"
 
 
 def test_a_server_that_did_not_accept_the_jvm_in_time_is_not_asked_directly(tmp_path: Path) -> None:

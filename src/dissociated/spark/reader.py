@@ -92,8 +92,9 @@ class DatasetReader(DataSourceReader):
             planned: The version to read. Default: the version of the options, or the latest.
             slice_bytes: The approximate size of a slice, in bytes that are read.
             share: The fraction of the bytes of a row that is read.
-            tasks: The number of tasks that run at once. If there would be fewer slices than tasks, slices are smaller,
-                but not smaller than 4 MiB that are read.
+            tasks: The number of tasks that run at once. If it does not divide the number of slices, there are more and
+                smaller slices, so that no task waits for the others of the last round. No slice is made smaller than
+                4 MiB that are read.
 
         Raises:
             DatasetNotFound: The planned version is gone.
@@ -105,7 +106,9 @@ class DatasetReader(DataSourceReader):
             # Raises, before any task runs, if the columns or filters do not fit the schema.
             _BatchFilter(self.request, self.schema, info.schema)
             nbytes = (info.nbytes or 0) * share
-            parts = max(math.ceil(nbytes / slice_bytes), min(tasks, int(nbytes / MIN_SLICE_BYTES)))
+            parts = math.ceil(nbytes / slice_bytes)
+            rounds = math.ceil(parts / tasks)
+            parts = max(parts, min(rounds * tasks, int(nbytes / MIN_SLICE_BYTES)))
             return [
                 EndpointPartition(
                     info.version,
