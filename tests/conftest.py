@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -23,10 +23,10 @@ from dissociated.node.launch import running
 from spark.archive import OPTIONS, OPTIONS_FOR_PLANS
 from support.arrow_cases import Celsius
 from support.certificates import Certificates, certificates
-from support.forks import forking
+from support.forks import EXECUTABLE, forking
 from support.helpers import Serve, leaving_nothing
 from support.machine import need, report
-from support.processes import Process, Start
+from support.processes import Process, Start, forking_python
 
 TESTS = Path(__file__).parent
 
@@ -242,12 +242,25 @@ def forks() -> Iterator[None]:
 
 
 @pytest.fixture
+def forked_nodes(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork the nodes that the library starts in the background, in this process and in forks.
+
+    The nodes that still run in the end are killed.
+    """
+    path = tmp_path_factory.mktemp("python") / "python"
+    with forking_python(path, "dissociated"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(path))
+        patch.setenv(EXECUTABLE, str(path))
+        yield
+
+
+@pytest.fixture
 def start(forks: None) -> Iterator[Start]:
     """Return a function that starts `dissociated` commands, each in a process that is killed after the test."""
     started: list[Process] = []
 
-    def make(*arguments: str | Path, prefix: Sequence[str] = (), forked: bool = True) -> Process:
-        started.append(Process(*arguments, prefix=prefix, forked=forked))
+    def make(*arguments: str | Path, forked: bool = True, **options: Any) -> Process:
+        started.append(Process(*arguments, forked=forked, **options))
         return started[-1]
 
     yield make
@@ -269,7 +282,7 @@ def memory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def own_store(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def own_store(memory: Path, forked_nodes: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield the path of this user's store, whose node is killed in the end."""
     path = memory / "own"
     monkeypatch.setenv("DISSOCIATED_STORE", str(path))

@@ -17,7 +17,7 @@ PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_exit"}
 #: Files that use private attributes, with the reason.
 EXCEPTIONS = {
     "device/test_training.py": "PyTorch has no public way to register a backend from Python",
-    "support/forks.py": "atexit has no public way to run its handlers",
+    "support/forks.py": "atexit and threading have no public way to end as an interpreter does",
     "support/tracing.py": "OpenTelemetry has no public way to replace its provider of tracers",
     "support/jvm.py": "PySpark has no public way to its Java process",
 }

@@ -34,7 +34,7 @@ with dis.Server(["shm:"], catalog=sys.argv[1]) as server, open(sys.argv[2], "r+b
         print("reached", flush=True)
         sys.stdin.readline()
 """
-VERSIONS = 60
+VERSIONS = 30
 
 
 @pytest.mark.usefixtures("forks")

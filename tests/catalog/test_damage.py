@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from dissociated.control.commit import StagedSegment
 from dissociated.control.version import NodeRecord, Part
 from support.arrow_cases import stream_of
 from support.helpers import commit_of
-from support.processes import Start
+from support.processes import Start, run_script
 
 GOOD = pa.table({"n": [1, 2, 3]})
 ROWS = 100
@@ -199,13 +197,9 @@ print(never, refused, served)
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_node_survives_whatever_it_serves(tmp_path: Path) -> None:
     seed = np.random.SeedSequence().entropy % (1 << 32)  # type: ignore[operator]
-    run = subprocess.run(
-        [sys.executable, "-c", FUZZ, tmp_path / "store", str(seed), str(ROWS)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    run = run_script(FUZZ, tmp_path / "store", str(seed), str(ROWS))
     assert run.returncode == 0, f"seed {seed}: {run.returncode} {run.stderr[-2000:]}"
     assert all(int(count) for count in run.stdout.split()), run.stdout

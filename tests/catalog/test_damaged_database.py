@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -26,11 +24,11 @@ from dissociated.node.node import Node
 from dissociated.store.store import Store
 from support.helpers import leaving_nothing
 from support.nodes import put, read, table
-from support.processes import free_port
+from support.processes import free_port, run_script
 
 NODES = [NodeRecord(id, f"host-{id}", f"boot-{id}", f"grpc://{id}:1", (f"tcp://{id}:2?want_data=1",)) for id in "ab"]
 SCHEMA = bytes(pa.schema([("n", pa.int64())]).serialize())
-ATTEMPTS = 100
+ATTEMPTS = 60
 
 
 def part(name: str, node: str = "a") -> Part:
@@ -143,6 +141,7 @@ def test_damage_that_comes_while_a_catalog_runs_is_told(memory: Path) -> None:
             database.datasets()
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_catalog_that_finds_damage_keeps_its_database_locked(memory: Path) -> None:
     """Otherwise, a second catalog could set the database of the first one aside."""
     path = memory / "catalog.db"
@@ -154,7 +153,7 @@ def test_a_catalog_that_finds_damage_keeps_its_database_locked(memory: Path) -> 
         with pytest.raises(CatalogDamaged, match=r"is damaged \(.*\): restart the catalog"):
             database.datasets()
         script = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('SELECT * FROM nodes')"
-        other = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True)
+        other = run_script(script, path)
         assert other.stderr.splitlines()[-1] == "sqlite3.OperationalError: database is locked"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import dissociated as dis
 from dissociated.cli import main
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.transport.registry import transport
+from support.processes import run_script
 
 TABLE = pa.table({"n": [1, 2, 3]})
 
@@ -84,6 +83,7 @@ UNIONS = {
 }
 
 
+@pytest.mark.usefixtures("forks")
 def test_tables_with_unions_without_rows_are_published(tmp_path: Path) -> None:
     """pyarrow's `nbytes` crashes on such unions that were read from IPC, so a separate process tries it."""
     files = []
@@ -111,5 +111,5 @@ with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server, dis.connect(server.cat
             for way in ("shm", "tcp", "grpc"):
                 assert client.read(name, transport=way).read_all().num_rows == table.num_rows, (path, way)
 """
-    run = subprocess.run([sys.executable, "-c", script, *files], capture_output=True, text=True, timeout=60)
+    run = run_script(script, *files)
     assert run.returncode == 0, (run.returncode, run.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -314,12 +315,14 @@ def test_the_command_put_that_fails_or_is_killed_publishes_nothing(place: tuple[
     assert failed.returncode == 1
     assert "the source of 'd' failed" in told
     nothing_has_changed(uri, stage)
-    large = tmp_path / "large.arrow"
-    with pa.ipc.new_file(large, BATCH.schema) as writer:
-        for _ in range(20_000):
-            writer.write_batch(BATCH)
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, BATCH.schema) as writer:
+        writer.write_batch(BATCH)
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
-        with Fork(*put, large, f"{uri}/d", stderr=subprocess.DEVNULL) as process:
+        with Fork(*put, "-", f"{uri}/d", stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            assert isinstance(process.stdin, io.TextIOWrapper)
+            process.stdin.buffer.write(sink.getvalue()[:-8])  # without the end-of-stream marker
+            process.stdin.buffer.flush()
             wait_until(lambda: os.listdir(stage), "it has begun to write")
             process.send_signal(number)
             process.wait(PATIENCE)

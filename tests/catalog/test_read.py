@@ -95,7 +95,7 @@ def test_every_change_is_seen_by_the_next_read(small: dis.Client) -> None:
         assert [small.read("small").read_all() for _ in range(3)] == [SMALL[:rows]] * 3
 
     def change(number: int) -> None:
-        for _ in range(10):
+        for _ in range(5):
             before = small.describe("small").version
             small.put("small", SMALL[:number])
             assert small.describe("small").version > before

@@ -120,7 +120,7 @@ def test_a_catalog_knows_what_a_node_has_whatever_was_lost_or_killed(memory: Pat
     steps = []
     with ExitStack() as running:
         pair = Pair(memory, running)
-        for number in range(30):
+        for number in range(20):
             Catalog.losing = chance.choice(["", "", "message", "answer"])
             for _ in range(chance.randrange(3)):
                 name = chance.choice("abcdef")

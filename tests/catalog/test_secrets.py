@@ -20,7 +20,8 @@ def test_the_text_of_a_source_s_exception_is_not_told_over_flight(caplog: pytest
     """Neither this library's client nor any other gets the text."""
     with dis.Server(["tcp:"]) as server, dis.connect(server.catalog_uri) as client:
         for source in ("after a batch",) if live else SOURCES:
-            for error, make in ERRORS.items():
+            # Each source with one error, and one of them with all: an error is passed on in one way, whichever it is.
+            for error, make in ERRORS.items() if source == "after a batch" and not live else [*ERRORS.items()][:1]:
 
                 def publish(source: str = source, make: Callable[[], Exception] = make) -> bytes:
                     server.publish("data", SOURCES[source](make), live=dis.Live() if live else None)

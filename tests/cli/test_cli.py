@@ -35,7 +35,7 @@ from dissociated.node.launch import running
 from dissociated.store.segment import Segment, SegmentWriter
 from support import processes
 from support.helpers import Child, wait_until
-from support.processes import Fork
+from support.processes import Fork, forking_command
 
 from .shell import ENVIRONMENT, call
 
@@ -231,11 +231,11 @@ def test_what_asks_nobody_loads_no_library() -> None:
     assert told.stdout.startswith("usage: dissociated")
 
 
-def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:
+def test_a_shell_completes_commands_options_and_names(catalog: str, tmp_path: Path) -> None:
     """The test asks like argcomplete's code for bash: by the environment, and on descriptor 8."""
     pytest.importorskip("argcomplete", reason="argcomplete is not installed")
     around = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "DISSOCIATED_CATALOG": catalog, "IFS": "\v"}
-    script = ["bash", "-c", f"{shlex.join(command())} 8>&1 >/dev/null"]
+    script = ["bash", "-c", f"{tmp_path}/dissociated 8>&1 >/dev/null"]
 
     def completed(line: str) -> set[str]:
         asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": ":="}
@@ -246,14 +246,15 @@ def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:
     def is_completed(line: str, name: str) -> bool:
         return completed(line) == {name}
 
-    assert completed("dissociated desc") == {"describe"}
-    assert completed("dissociated cat planes --fo") == {"--format"}
-    assert completed("dissociated ls --catalog grpc://127.0.0.1:1 p") == set()
-    for line, name in [  # a shell waits for a second only, and this machine may be slower
-        ("dissociated head pl", "planes"),
-        (f"dissociated drop {catalog}/fl", f"{catalog.rpartition(':')[2]}/flights"),  # for bash a colon ends a word
-    ]:
-        wait_until(partial(is_completed, line, name), f"{line} is completed")
+    with forking_command(tmp_path / "dissociated"):
+        assert completed("dissociated desc") == {"describe"}
+        assert completed("dissociated cat planes --fo") == {"--format"}
+        assert completed("dissociated ls --catalog grpc://127.0.0.1:1 p") == set()
+        for line, name in [  # a shell waits for a second only, and this machine may be slower
+            ("dissociated head pl", "planes"),
+            (f"dissociated drop {catalog}/fl", f"{catalog.rpartition(':')[2]}/flights"),  # for bash a colon ends a word
+        ]:
+            wait_until(partial(is_completed, line, name), f"{line} is completed")
     for shell, line in (("bash", "complete -o"), ("zsh", "compdef"), ("fish", "complete --command dissociated")):
         assert line in call("completion", shell).stdout
 
@@ -752,6 +753,7 @@ def test_put_and_get_show_how_far_they_are_on_a_terminal(files: Path, catalog: s
     assert call("drop", f"{catalog}/far").returncode == 0
 
 
+@pytest.mark.usefixtures("forked_nodes")
 def test_put_starts_a_node_where_there_is_none(files: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     for mode in ("", "--append"):

@@ -70,7 +70,8 @@ def test_connect_starts_a_node_that_keeps_what_was_put(own_store: Path) -> None:
 
 def test_a_node_that_connect_started_for_nothing_ends(own_store: Path) -> None:
     python("import dissociated as dis; print(dis.connect().list())")
-    wait_until(lambda: running(own_store) is None, "the unused node has ended")
+    wait_until(lambda: not (own_store / "node.json").exists(), "the unused node has ended")
+    assert running(own_store) is None
 
 
 def test_the_variable_wins(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,7 @@ reading.stream_batches(pa.RecordBatchReader.from_batches(schema, batches()), io.
     assert 0 < len(printed.split()) < 10
 
 
+@pytest.mark.usefixtures("forked_nodes")
 def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with command("put", tmp_path / "nowhere.parquet", "d", "--store", store) as process:
@@ -283,8 +284,8 @@ def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:
     assert not store.exists()
     with command("put", corrupt_parquet(tmp_path / "corrupt.parquet"), "d", "--store", store) as process:
         assert "the source of 'd' failed" in ended(process)
-    wait_until(lambda: running(store) is None, "the node that was started for nothing has ended")
-    wait_until(lambda: not (store / "node.json").exists(), "it says so")
+    wait_until(lambda: not (store / "node.json").exists(), "the node that was started for nothing has ended")
+    assert running(store) is None
     with command("put", "-", "d", "--store", store, stdin=subprocess.PIPE) as process:
         assert isinstance(process.stdin, io.TextIOWrapper)
         process.stdin.buffer.write(first_of_stream())
@@ -292,7 +293,8 @@ def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:
         wait_until(lambda: (store / "staging").exists() and os.listdir(store / "staging"), "it has begun to write")
         process.kill()
         ended(process)
-    wait_until(lambda: running(store) is None, "the node that was started for nothing has ended")
+    wait_until(lambda: not (store / "node.json").exists(), "the node that was started for nothing has ended")
+    assert running(store) is None
 
 
 class Stop(StopSignal):

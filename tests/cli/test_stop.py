@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
-from support.helpers import PATIENCE
+from support.processes import run_script
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 #: A script whose children wait for their end, with a signal before each line that runs within.
 AT_EACH_LINE = textwrap.dedent(
@@ -50,7 +50,7 @@ AT_EACH_LINE = textwrap.dedent(
 
 
 def test_a_signal_at_any_line_of_waiting_for_it_is_seen() -> None:
-    run = subprocess.run([sys.executable, "-c", AT_EACH_LINE], capture_output=True, text=True, timeout=3 * PATIENCE)
+    run = run_script(AT_EACH_LINE)
     lines, said = run.stdout.strip().split(" ", 1)
     assert said == "no such line"
     assert int(lines) > 1
@@ -68,4 +68,4 @@ coming.start()
 {"coming.join()" if when == "before" else ""}
 assert stop.wait() and stop.wait(0.0)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
+    assert run_script(script).returncode == 0

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -74,22 +75,23 @@ def test_a_full_file_system_is_seen(tmp_path: Path, start: Start) -> None:
         "--flight",
         "grpc://127.0.0.1:0",
     )
-    node = start("node", *options, prefix=small_file_system(root))
-    with dis.connect(node.uri) as client:
-        client.put("small", pa.table({"n": range(1000)}))
-        with pytest.raises(DissociatedError):
-            client.put("large", pa.table({"n": range(2_000_000)}))
-        store = client.status().store
-        assert store is not None
-        assert store.free is not None
-        assert store.effective_limit is not None
-        assert store.limit == 64 << 20
-        assert store.held + store.free == store.effective_limit < 9 << 20
-        assert client.status().totals.refused_puts > 0
-    shown = run("status", node.uri)
-    assert re.search(r"the store holds \S+ kB of at most 8\.\d\d MB: the limit is 67\.1 MB, and the file", shown)
-    assert re.search(r"^[1-9]\d* puts? refused$", shown, re.MULTILINE)
-    assert f"store {root / 'store'}" in shown
+    with small_file_system(root) as mounts:
+        node = start("node", *options, mounts=mounts)
+        with dis.connect(node.uri) as client:
+            client.put("small", pa.table({"n": range(1000)}))
+            with pytest.raises(DissociatedError):
+                client.put("large", pa.table({"n": np.arange(2_000_000)}))
+            store = client.status().store
+            assert store is not None
+            assert store.free is not None
+            assert store.effective_limit is not None
+            assert store.limit == 64 << 20
+            assert store.held + store.free == store.effective_limit < 9 << 20
+            assert client.status().totals.refused_puts > 0
+        shown = run("status", node.uri)
+        assert re.search(r"the store holds \S+ kB of at most 8\.\d\d MB: the limit is 67\.1 MB, and the file", shown)
+        assert re.search(r"^[1-9]\d* puts? refused$", shown, re.MULTILINE)
+        assert f"store {root / 'store'}" in shown
 
 
 def test_a_narrow_terminal_shows_whole_columns(tmp_path: Path) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
 from dissociated.client.partitions import Partition, partitions, selected_schema
+from support.processes import run_script
 
 TABLE = pa.table({"n": range(10_000), "half": [n / 2 for n in range(10_000)]})
 
@@ -31,7 +31,7 @@ def numbers(planned: list[Partition], **selection: object) -> list[int]:
 @pytest.mark.parametrize("name", ["even", "one batch"])
 @pytest.mark.parametrize(
     ("transport", "partition_bytes"),
-    [("shm", 30_000), ("tcp", 30_000), ("grpc", 30_000), ("tcp", 2_000), ("tcp", 1 << 30)],
+    [("shm", 30_000), ("tcp", 30_000), ("grpc", 30_000), ("tcp", 8_000), ("tcp", 1 << 30)],
 )
 def test_each_row_once(client: dis.Client, name: str, transport: str, partition_bytes: int) -> None:
     dataset = client.dataset(name, transport=transport)
@@ -50,10 +50,12 @@ def test_a_name_that_columns_share_selects_all_of_them(server: dis.Server, clien
     assert selected_schema(twice.schema, ["n"]) == twice.select([0, 2]).schema
 
 
-def test_a_partition_is_read_in_another_process(client: dis.Client) -> None:
+@pytest.mark.usefixtures("forks")
+def test_a_partition_is_read_in_another_process(client: dis.Client, tmp_path: Path) -> None:
     planned = partitions(client["even"], partition_bytes=60_000)
-    code = "import pickle, sys; print(sum(b.num_rows for b in pickle.load(sys.stdin.buffer).read()))"
-    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(planned[1]), stdout=subprocess.PIPE)
+    (tmp_path / "part").write_bytes(pickle.dumps(planned[1]))
+    code = "import pickle, sys; print(sum(b.num_rows for b in pickle.load(open(sys.argv[1], 'rb')).read()))"
+    done = run_script(code, tmp_path / "part")
     assert int(done.stdout) == planned[1].rows
     assert len(planned) > 1
 

@@ -159,7 +159,7 @@ def test_a_browser_shows_a_guarded_node(tmp_path: Path) -> None:
         assert "committed" in text
         assert "of 1.05 MB" in text
         assert "live" in text.split()
-        assert "bold" not in _seen(uri, tmp_path / "stranger")
+        assert get(uri)[0] == 401
     with dis.Server(["tcp://127.0.0.1:0"], http="127.0.0.1:0") as server:
         assert server.http_uri is not None
         text = _seen(server.http_uri, tmp_path / "without a store")

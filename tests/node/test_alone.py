@@ -94,6 +94,7 @@ def refusals(uri: str, handover: Path) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.needs("root")
+@pytest.mark.usefixtures("forked_nodes")
 @pytest.mark.parametrize("enterable", [False, True])
 def test_another_user_gets_nothing_of_a_node_that_a_put_started(memory: Path, enterable: bool) -> None:
     """Even a user who could enter its directories gets nothing: the sockets themselves are private, too."""

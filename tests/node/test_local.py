@@ -54,6 +54,7 @@ def test_no_node_is_started_for_a_catalog_that_is_not_there(monkeypatch: pytest.
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.usefixtures("forked_nodes")
 def test_a_node_of_a_catalog_at_a_unix_socket_is_started_at_one(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task of Spark starts its node like this."""
     store, directory = memory / "store", memory / "catalog"
@@ -103,6 +104,7 @@ def test_a_host_that_has_a_node_waits_for_it_and_starts_no_second_one(
         assert len(client.nodes()) == 1
 
 
+@pytest.mark.usefixtures("forked_nodes")
 def test_a_node_that_was_started_for_a_writer_starts_again_and_goes_when_it_is_empty(
     memory: Path, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

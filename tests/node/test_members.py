@@ -97,7 +97,9 @@ def test_the_time_of_the_catalog_decides_on_tickets(
     assert problems(catalog.uri) == [f"the node's clock is {problem} the catalog's"]
     assert run("ls", catalog.uri).stderr.endswith(f": the node's clock is {problem} the catalog's\n")
     node.kill()
-    wait_until(lambda: "has been away since" in run("ls", catalog.uri).stderr, "the node is away")
+    with dis.connect(catalog.uri) as client:
+        wait_until(lambda: not client.status().nodes[0].alive, "the node is away")
+    assert "has been away since" in run("ls", catalog.uri).stderr
     assert problems(catalog.uri) == [""]
 
 

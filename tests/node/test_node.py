@@ -7,13 +7,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
@@ -42,7 +42,7 @@ from support.nodes import (
     staged,
     table,
 )
-from support.processes import HEARTBEAT, Process, Start, free_port
+from support.processes import HEARTBEAT, Fork, Process, Start, free_port
 
 # A single node
 
@@ -268,17 +268,20 @@ def test_a_full_file_system_is_told_to_whoever_puts_and_harms_nobody(tmp_path: P
     root = tmp_path / "small"
     root.mkdir()
     where = ("--flight", "grpc://127.0.0.1:0")  # a socket in the store is visible only in that file system
-    node = start("node", "--store", root / "store", *where, prefix=small_file_system(root))
-    put(node.uri, "d", table(1, 2))
-    large = pa.table({"n": pa.array(range(2 * MIB), pa.int64())})
-    for _ in range(2):
-        with pytest.raises(CatalogError, match=r"the file system of .*/small/store' is full: .*in Docker, --shm-size"):
-            put(node.uri, "large", large)
-    # A segment that fits is accepted: nothing remains of the one that did not.
-    put(node.uri, "e", large.slice(0, MIB // 2))
-    assert read(node.uri, "e", "tcp") == [*range(MIB // 2)]
-    assert read(node.uri, "d", "tcp") == read(node.uri, "d", "grpc") == [1, 2]
-    assert node.terminate() == 0
+    with small_file_system(root) as mounts:
+        node = start("node", "--store", root / "store", *where, mounts=mounts)
+        put(node.uri, "d", table(1, 2))
+        large = pa.table({"n": np.arange(2 * MIB)})
+        sentence = r"the file system of .*/small/store' is full: .*in Docker, --shm-size"
+        for _ in range(2):
+            with pytest.raises(CatalogError, match=sentence):
+                put(node.uri, "large", large)
+        # A segment that fits is accepted: nothing remains of the one that did not.
+        put(node.uri, "e", large.slice(0, MIB // 2))
+        with dis.connect(node.uri) as client:
+            assert client.read("e", transport="tcp").read_all() == large.slice(0, MIB // 2)
+        assert read(node.uri, "d", "tcp") == read(node.uri, "d", "grpc") == [1, 2]
+        assert node.terminate() == 0
 
 
 def test_sigterm_lets_readers_end_within_the_deadline(memory: Path, start: Start) -> None:
@@ -302,6 +305,7 @@ def test_sigterm_lets_readers_end_within_the_deadline(memory: Path, start: Start
 # Starting a node
 
 
+@pytest.mark.usefixtures("forked_nodes")
 def test_processes_that_need_a_node_start_one_and_share_it(memory: Path) -> None:
     store = memory / "store"
     with ThreadPoolExecutor(3) as pool:
@@ -342,12 +346,13 @@ def test_a_node_that_is_closed_again_leaves_the_next_one_of_its_store_alone(memo
             assert found.uri == second.uri
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_node_whose_starter_was_killed_runs_on(memory: Path) -> None:
     store = memory / "store"
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "dissociated", "node", "--store", str(store), "--ready-fd", str(write_end)]
-    with subprocess.Popen(command, pass_fds=(write_end,), stdout=subprocess.DEVNULL) as node:
+    command = ("-m", "dissociated", "node", "--store", store, "--ready-fd", str(write_end))
+    with Fork(*command, descriptors={write_end: write_end}, stdout=subprocess.DEVNULL) as node:
         try:
             os.close(write_end)
             wait_until(lambda: running(store) is not None, "it answers")
@@ -357,6 +362,7 @@ def test_a_node_whose_starter_was_killed_runs_on(memory: Path) -> None:
             node.kill()
 
 
+@pytest.mark.usefixtures("forked_nodes")
 def test_a_node_that_cannot_start_says_why(memory: Path) -> None:
     with Store(memory / "store"):
         pass

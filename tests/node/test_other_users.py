@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +18,10 @@ from dissociated.errors import NotPrivate
 from dissociated.node.launch import ensure, running
 from support.helpers import PATIENCE
 from support.nodes import put, spawn, table
-from support.processes import Start
+from support.processes import Start, run_script
 
 NOBODY = 65534
 #: A prefix that runs a process with a umask of 0.
-NO_UMASK = ("sh", "-c", 'umask 0; exec "$@"', "sh")
-
 THEIR_NODE = """
 import os, sys, tempfile
 import dissociated as dis
@@ -119,13 +115,14 @@ def open_to_others(directory: Path) -> list[str]:
     ]
 
 
+@pytest.mark.usefixtures("forked_nodes")
 def test_everything_that_servers_write_is_closed_to_others(memory: Path, start: Start) -> None:
     """This holds for any umask, and for parent directories that were missing."""
     files = memory / "files"
     files.mkdir(mode=0o700)
-    catalog = start("catalog", "--db", files / "catalog.db", "--listen", "grpc://127.0.0.1:0", prefix=NO_UMASK)
+    catalog = start("catalog", "--db", files / "catalog.db", "--listen", "grpc://127.0.0.1:0", umask=0)
     start("node", "--store", files / "a" / "b" / "store", "--catalog", catalog.uri, "--spill", files / "s" / "disk",
-          "--policy", "spill", "--limit", "2MiB", prefix=NO_UMASK)  # fmt: skip
+          "--policy", "spill", "--limit", "2MiB", umask=0)  # fmt: skip
     before = os.umask(0)
     try:
         own = ensure(files / "own" / "store")
@@ -165,9 +162,8 @@ for path, _, files in os.walk(sys.argv[1]):
 def test_another_user_reads_no_ticket_from_the_database_of_a_catalog(memory: Path, start: Start) -> None:
     """The directory of the database is readable."""
     memory.chmod(0o755)
-    catalog = start("catalog", "--db", memory / "catalog.db", "--listen", "grpc://127.0.0.1:0", prefix=NO_UMASK)
+    catalog = start("catalog", "--db", memory / "catalog.db", "--listen", "grpc://127.0.0.1:0", umask=0)
     assert catalog.uri
     assert {path.name for path in memory.iterdir()} == {"catalog.db", "catalog.db-wal"}
-    command = [sys.executable, "-c", READ_EVERYTHING, str(memory)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    found = run_script(READ_EVERYTHING, memory)
     assert found.stdout.split() == ["refused"] * 2, found.stderr

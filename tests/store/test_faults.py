@@ -49,7 +49,7 @@ def restarted(directory: Path, **options: Any) -> State:
 
 @pytest.mark.parametrize(("error", "times"), [(errno.EIO, 1), (errno.ENOSPC, FOR_GOOD)], ids=["once", "for good"])
 def test_a_call_that_fails_changes_nothing_or_is_not_noticed(memory: Path, error: int, times: int) -> None:
-    for at in calls(7 if times == 1 else 20):
+    for at in calls(12 if times == 1 else 20):
         directory = memory / str(at)
         with node(directory) as first, dis.connect(first.uri) as client:
             with Fault(str(directory), at, error, times=times) as fault:
@@ -77,7 +77,7 @@ with Store(sys.argv[1]) as store:
 def test_a_process_killed_at_any_call_has_done_what_it_said_and_at_most_one_step_more(
     memory: Path, forks: None
 ) -> None:
-    for at in calls(14):
+    for at in calls(20):
         directory = memory / str(at)
         fault = Fault(str(directory), at, None)
         environment = fault.environment()
@@ -127,7 +127,7 @@ def test_a_call_that_fails_while_room_is_made_loses_nothing_and_brings_nothing_b
     def rows(store: Store) -> dict[str, int]:
         return {one.name: sum(segment.rows for segment in store.segments(one)) for one in store.versions()}
 
-    for at in calls(9):
+    for at in calls(13):
         directory = memory / str(at)
         directory.mkdir()
         with store(directory) as first:

@@ -348,17 +348,18 @@ def test_what_is_larger_than_its_file_system_removes_nothing(tmp_path: Path, sta
     root = tmp_path / "small"
     root.mkdir()
     where = ("--flight", "grpc://127.0.0.1:0")  # a socket in the store is visible only in that file system
-    node = start("node", "--store", root / "store", "--policy", "evict", *where, prefix=small_file_system(root))
-    some = pa.Table.from_batches([pa.record_batch({"n": pa.array(range(MIB // 8), pa.int64())})] * 16)
-    with dis.connect(node.uri) as client:
-        for name in "ab":
-            client.put(name, some.slice(0, 3 * MIB // 8))
-        with pytest.raises(DissociatedError, match=r"the file system of .* is full"):
-            client.put("c", some)
-        assert [info.name for info in client.list()] == ["a", "b"]
-        client.put("c", some.slice(0, 4 * MIB // 8))
-        assert [info.name for info in client.list()] == ["b", "c"]
-    assert node.terminate() == 0
+    with small_file_system(root) as mounts:
+        node = start("node", "--store", root / "store", "--policy", "evict", *where, mounts=mounts)
+        some = pa.Table.from_batches([pa.record_batch({"n": pa.array(range(MIB // 8), pa.int64())})] * 16)
+        with dis.connect(node.uri) as client:
+            for name in "ab":
+                client.put(name, some.slice(0, 3 * MIB // 8))
+            with pytest.raises(DissociatedError, match=r"the file system of .* is full"):
+                client.put("c", some)
+            assert [info.name for info in client.list()] == ["a", "b"]
+            client.put("c", some.slice(0, 4 * MIB // 8))
+            assert [info.name for info in client.list()] == ["b", "c"]
+        assert node.terminate() == 0
 
 
 def test_a_put_that_can_never_fit_removes_nothing(memory: Path, tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from contextlib import closing, suppress
 from pathlib import Path
@@ -25,6 +23,7 @@ from dissociated.store.segment_cache import OpenSegments, SegmentCache
 from dissociated.store.store import Store
 from support.helpers import PATIENCE, commit_of, files_below
 from support.nodes import MIB, SCHEMA, put, read, table
+from support.processes import run_script
 
 CHILD = """
 import resource, sys
@@ -34,7 +33,7 @@ from dissociated.node.node import Node
 from dissociated.store.store import Store
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-COUNT = 150  # of which each takes two descriptors while it is open
+COUNT = 130  # of which each takes two descriptors while it is open
 
 def table(number, more=0):
     return pa.table({"n": pa.array([number, number + 1 + more], pa.int64())})
@@ -67,16 +66,17 @@ with Node(Store(sys.argv[1]), retain=600) as node:
 
 with Node(Store(sys.argv[1]), retain=600) as node, dis.connect(node.uri) as client:
     assert len(client.list()) == COUNT - 10
-    check(client, "shm", range(20, COUNT))
-    check(client, "tcp", range(20, COUNT, 5))
+    check(client, "shm", range(20, COUNT, 2))
+    check(client, "tcp", range(21, COUNT, 8))
     check(client, "tcp", range(10), more=7)
 print("well")
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_node_has_more_datasets_than_descriptors(memory: Path) -> None:
     """Each dataset is read, also after a restart, and so are retained versions that were replaced."""
-    child = subprocess.run([sys.executable, "-c", CHILD, memory], capture_output=True, text=True, timeout=3 * PATIENCE)
+    child = run_script(CHILD, memory)
     assert child.stdout == "well\n", child.stderr[-3000:]
 
 

@@ -30,7 +30,7 @@ from dissociated.store.store import Store
 from memory.maps import origins
 from support.helpers import PATIENCE, Serve, commit_of, descriptors, leaving_nothing, wait_until
 from support.nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
-from support.processes import Fork, Process, Start
+from support.processes import Fork, Process, Start, run_script
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -488,14 +488,10 @@ def test_another_user_hands_nothing_over(memory: Path, start: Start) -> None:
     with dis.connect(node.uri) as client:
         path = Path(client.stage().handover)
 
-    def heard() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", AS_NOBODY, str(path)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-
-    assert "PermissionError" in heard().stderr
+    assert "PermissionError" in run_script(AS_NOBODY, path).stderr
     for closed in (path, *list(path.parents)[:3]):  # even if every user can reach the socket
         closed.chmod(0o777)
-    assert heard().stdout == '{"error": "this node accepts no memory from user 65534"}\n'
+    assert run_script(AS_NOBODY, path).stdout == '{"error": "this node accepts no memory from user 65534"}\n'
 
 
 OF_ROOT = """

@@ -7,8 +7,6 @@ import os
 import resource
 import shutil
 import stat
-import subprocess
-import sys
 import textwrap
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -29,9 +27,9 @@ from dissociated.store.eviction import Policy
 from dissociated.store.files import NewFile, StagedFile, claim_unused
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from support.helpers import PATIENCE, case, commit_of, descriptors, leaving_nothing
-from support.machine import UNSHARED
-from support.nodes import kill, small_file_system, spawn
+from support.helpers import case, commit_of, descriptors, leaving_nothing
+from support.nodes import file_system, kill, small_file_system, spawn
+from support.processes import run_script
 
 pytestmark = pytest.mark.usefixtures("forks")
 
@@ -628,7 +626,7 @@ def test_segments_that_nobody_commits_are_forgotten_in_the_end(memory: Path) -> 
 
 def test_an_owner_killed_at_any_moment_leaves_exactly_what_was_committed(memory: Path) -> None:
     said: list[int] = []
-    for round_ in range(6):
+    for round_ in range(4):
         process = spawn(COMMITTER, memory)
         assert process.stdout is not None
         said += [int(process.stdout.readline()) for _ in range(5 + round_)]
@@ -862,8 +860,8 @@ with Store(root + "/store", limit=9 << 20, policy=Policy.EVICT) as store:
 def test_a_full_file_system_is_told_in_a_sentence_and_can_be_evicted_from(tmp_path: Path) -> None:
     root = tmp_path / "small"
     root.mkdir()
-    command = [*small_file_system(root), sys.executable, "-c", textwrap.dedent(SMALL), str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    with small_file_system(root) as mounts:
+        done = run_script(textwrap.dedent(SMALL), root, mounts=mounts)
     assert not done.returncode, done.stderr
     sentence, staged, rows, left, *refused = done.stdout.splitlines()
     assert f"the file system of '{root}/store' is full" in sentence
@@ -892,9 +890,8 @@ with Store(sys.argv[1] + "/store") as store:
 
 @pytest.mark.needs("tmpfs")
 def test_a_file_system_that_cannot_allocate_takes_segments(tmp_path: Path) -> None:
-    command = [*UNSHARED, "sh", "-c", 'mount -t ramfs -o mode=700 ramfs "$0" && exec "$@"', str(tmp_path)]
-    command += [sys.executable, "-c", WITHOUT_FALLOCATE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    with file_system(tmp_path, "ramfs", "mode=700") as mounts:
+        done = run_script(WITHOUT_FALLOCATE, tmp_path, mounts=mounts)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
@@ -964,8 +961,8 @@ def test_a_store_with_a_full_disk_or_memory_frees_and_spills(tmp_path: Path, ful
     root, other = tmp_path / "small", tmp_path / "other"
     root.mkdir()
     other.mkdir()
-    command = [*small_file_system(root), sys.executable, "-c", FULL_DISK, str(root), full, str(other)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    with small_file_system(root) as mounts:
+        done = run_script(FULL_DISK, root, full, other, mounts=mounts)
     assert not done.returncode, done.stderr
     assert done.stdout.splitlines() == [result, result]
 

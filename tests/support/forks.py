@@ -1,8 +1,8 @@
 """Python processes that are forked from a process with the library already loaded, at a tenth of the usual CPU time.
 
 A fork differs from a fresh process only in how it starts. It has its own arguments, environment, directory and streams;
-it can be killed and stopped; and it ends like any interpreter, except that a fork without further threads keeps its
-modules: see `_end`. The parent has loaded the modules that a fork might need and has used none of them, so that there
+it can be killed and stopped; and it ends like any interpreter, except that most forks keep their modules: see
+`_end`. The parent has loaded the modules that a fork might need and has used none of them, so that there
 are no threads, sockets or contexts to share. Tests of how the library loads start fresh processes instead.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -31,7 +32,15 @@ from support.injection import arm_from_environment
 _LOADED = (
     "dissociated.catalog.flight",
     "dissociated.client.client",
+    "dissociated.cli.condition",
+    "dissociated.cli.datasets",
+    "dissociated.cli.inputs",
+    "dissociated.cli.local",
+    "dissociated.cli.put",
+    "dissociated.cli.reading",
     "dissociated.cli.serving",
+    "dissociated.cli.status",
+    "dissociated.client.sql",
     "dissociated.client.uri_stream",
     "dissociated.ipc",
     "dissociated.node.node",
@@ -42,15 +51,25 @@ _LOADED = (
     "dissociated.transport.native.fabric.transport",
     "dissociated.transport.native.ucx.transport",
     "pyarrow.compute",
+    "pyarrow.csv",
+    "pyarrow.dataset",
     "pyarrow.flight",
+    "pyarrow.json",
+    "pyarrow.parquet",
 )
+#: Libraries that not every machine has. pyarrow imports pandas in the first `pa.array`, which takes 200 ms.
+_OPTIONAL = ("duckdb", "pandas")
 #: Settings that keep NumPy and libarrow from starting threads, which a fork would lack.
 _ALONE = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 #: A variable that forks have from their start. Other processes get it from a test that has to find them all. Its value
 #: is the process id of the tests.
 MARK = "DISSOCIATED_TEST_PROCESS"
+#: A variable with the `sys.executable` of a fork, which starts other processes with it.
+EXECUTABLE = "DISSOCIATED_TEST_EXECUTABLE"
 _TESTS = Path(__file__).parents[1]
 _MAX_REQUEST = 1 << 17  # bytes: a script and the environment
+MAX_DESCRIPTORS = 16  # that a fork has from its start
+_HIGH = 1000  # larger than the number of any descriptor of a fork
 
 
 class Parent:
@@ -75,16 +94,32 @@ class Parent:
         arguments: Sequence[str],
         cwd: str | Path | None,
         environment: Mapping[str, str],
-        streams: Sequence[int],
+        streams: Mapping[int, int],
+        descriptors: Mapping[int, int] | None = None,
         host: int | None = None,
+        mounts: int | None = None,
+        session: bool = False,
+        umask: int = -1,
     ) -> int:
-        """Fork a process with the arguments of a Python command line and with `streams`, and return its process id.
+        """Fork a process with the arguments of a Python command line, and return its process id.
 
-        With `host`, the process id of another process, the fork is on that host: see `enter`.
+        Its descriptors are the keys of `streams` and of `descriptors`, which map them to ours. With `host`, the process
+        id of another process, the fork is on that host: see `enter`. With `mounts`, it has the mounts of that process,
+        and its user namespace, in which mounts are allowed. With `session` it leads a session of its own. A `umask` of
+        -1 is that of the parent.
         """
-        directory = str(cwd or os.getcwd())
-        asked = {"arguments": arguments, "cwd": directory, "environment": environment, "host": host}
-        return self._ask(asked, streams)
+        whole = {**streams, **(descriptors or {})}
+        asked = {
+            "arguments": arguments,
+            "cwd": str(cwd or os.getcwd()),
+            "environment": environment,
+            "host": host,
+            "mounts": mounts,
+            "session": session,
+            "umask": umask,
+            "numbers": [*whole],
+        }
+        return self._ask(asked, [*whole.values()])
 
     def load(self, module: str) -> None:
         """Import a module, which must start no thread, for all forks that start from now on."""
@@ -121,7 +156,7 @@ def parent() -> Parent:
 def _serve(control: socket.socket) -> Callable[[], object] | None:
     """Fork on each request until the peer closes the socket. In a fork, return the function that it has to run."""
     while True:
-        message, streams, *_ = socket.recv_fds(control, _MAX_REQUEST, 3)
+        message, streams, *_ = socket.recv_fds(control, _MAX_REQUEST, MAX_DESCRIPTORS)
         if not message:
             return None
         asked = json.loads(message)
@@ -150,17 +185,35 @@ def enter(pid: int, *namespaces: str) -> None:
 
 
 def _become(
-    streams: Sequence[int], arguments: Sequence[str], cwd: str, environment: dict[str, str], host: int | None
+    streams: Sequence[int],
+    arguments: Sequence[str],
+    cwd: str,
+    environment: dict[str, str],
+    host: int | None,
+    mounts: int | None,
+    session: bool,
+    umask: int,
+    numbers: Sequence[int],
 ) -> Callable[[], object]:
     """Set the process up as `python` would with `arguments`, and return the function that runs its program."""
     if host is not None:
         enter(host, "net", "uts", "mnt")
-    for number, stream in enumerate(streams):
+    if mounts is not None:
+        enter(mounts, "user", "mnt")
+    if session:
+        os.setsid()
+    if umask != -1:
+        os.umask(umask)
+    moved = [fcntl.fcntl(stream, fcntl.F_DUPFD_CLOEXEC, _HIGH) for stream in streams]  # out of the way of `numbers`
+    for stream in streams:
+        os.close(stream)
+    for number, stream in zip(numbers, moved, strict=True):
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    sys.executable = environment.get(EXECUTABLE, sys.executable)
     arm_from_environment()
     option, *rest = arguments
     first = {"-c": "", "-m": cwd}.get(option, str(Path(option).parent))
@@ -181,8 +234,9 @@ def _end(run: Callable[[], object]) -> None:
     """Run a program to its end, and exit without destroying the modules, which takes 50 of 60 ms.
 
     As at the end of any interpreter, exit handlers run, those of C libraries as well, and the program's objects are
-    destroyed. A program that raises, or whose output cannot be flushed, ends in the usual way, and so does one with
-    threads, of Python or of C libraries.
+    destroyed. A program that raises, or whose output cannot be flushed, ends in the usual way, and so does the program
+    of `python -c` if it has threads, of Python or of C libraries. Any other program with threads skips the exit
+    handlers of C libraries.
     """
     status = 0
     try:
@@ -192,14 +246,19 @@ def _end(run: Callable[[], object]) -> None:
             raise
         status = end.code or 0
     # gRPC's threads go on until its objects in the modules are destroyed. C libraries must not be destroyed before.
-    if len(os.listdir("/proc/self/task")) == 1:
+    alone = len(os.listdir("/proc/self/task")) == 1
+    main = vars(sys.modules["__main__"])
+    if alone or main is globals():  # `python -c` has a module of its own.
+        threading._shutdown()  # type: ignore[attr-defined]  # Wait for the threads of Python.
         atexit._run_exitfuncs()
-        if (main := vars(sys.modules["__main__"])) is not globals():
+        if main is not globals():
             main.clear()
         gc.collect()
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+            if not alone:
+                os._exit(status & 0xFF)
             ctypes.PyDLL(None).exit(status & 0xFF)
     sys.exit(status)
 
@@ -214,6 +273,9 @@ def _load() -> None:
     for library in (ucp, ofi):
         with suppress(TransportError):
             library()
+    for name in _OPTIONAL:
+        with suppress(ImportError):
+            import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "threads are not forked"
     gc.collect()
     gc.freeze()  # Keep the collector from touching, and so copying, inherited pages.

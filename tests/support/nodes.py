@@ -7,7 +7,7 @@ import subprocess
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 import dissociated as dis
 from dissociated.errors import DatasetNotFound
-from support.helpers import rest_of, wait_until
+from support.helpers import Child, rest_of, wait_until
 from support.machine import UNSHARED
 from support.processes import Fork, Process
 
@@ -25,9 +25,22 @@ MIB = 1 << 20
 T = TypeVar("T")
 
 
-def small_file_system(root: Path) -> list[str]:
-    """Return a command prefix that mounts a private tmpfs of 8 MiB at `root`. Docker's /dev/shm has 64 MiB."""
-    return [*UNSHARED, "sh", "-c", 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"', str(root)]
+@contextmanager
+def file_system(root: Path, kind: str, options: str) -> Iterator[int]:
+    """Mount a private file system at `root`, and yield the id of a process that sees it: see `Fork`."""
+    script = f'mount -t {kind} -o {options} {kind} "$0" && echo mounted && read line'
+    command = [*UNSHARED, "sh", "-c", script, str(root)]
+    with Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "mounted\n"
+        yield process.pid
+        process.stdin.close()
+
+
+def small_file_system(root: Path) -> AbstractContextManager[int]:
+    """Mount a private tmpfs of 8 MiB at `root`. Docker's /dev/shm has 64 MiB."""
+    return file_system(root, "tmpfs", "size=8m,mode=700")
 
 
 def table(*numbers: int) -> pa.Table:

@@ -23,31 +23,35 @@ from threading import Thread
 from typing import Any
 
 import dissociated as dis
-from support.forks import parent
+from support.forks import MAX_DESCRIPTORS, parent
 from support.helpers import PATIENCE, Child, files_below
 
 #: Seconds between two heartbeats of a node that stays alive during its test. A busy machine may delay three of 1 s.
 HEARTBEAT = "3"
+_PYTHON = sys.executable  # The fixture `forked_nodes` replaces the attribute.
 
 
 class Fork(Child):
     """A Python process that is forked from a process with the library already loaded. See forks.py.
 
     It is used like a child of this process, although the forking process is its parent. With `host`, the process id of
-    another process, it is on that host (`cluster/hosts.py`).
+    another process, it is on that host (`cluster/hosts.py`); with `mounts`, it has the mounts of another process.
+    `descriptors` maps further descriptors of the fork to ours. With `session` it leads a session of its own.
     """
 
-    def __init__(self, *arguments: str | Path, host: int | None = None, **streams: Any) -> None:
-        self._host = host
-        super().__init__([*map(str, arguments)], text=True, bufsize=1, **streams)
+    def __init__(self, *arguments: str | Path, **options: Any) -> None:
+        names = ("host", "mounts", "descriptors", "session", "umask")
+        self._options = {name: options.pop(name) for name in names if name in options}
+        super().__init__([*map(str, arguments)], text=True, bufsize=1, **options)
 
     # Popen calls the methods below to start a child and to poll its status.
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
         pipes = more[3:9]
         theirs = (pipes[0], pipes[3], pipes[5])
-        streams = [number if stream == -1 else stream for number, stream in enumerate(theirs)]
-        self.pid = parent().start(args, cwd, dict(os.environ if env is None else env), streams, self._host)
+        streams = {number: number if stream == -1 else stream for number, stream in enumerate(theirs)}
+        environment = dict(os.environ if env is None else env)
+        self.pid = parent().start(args, cwd, environment, streams, **self._options)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -66,20 +70,33 @@ class Fork(Child):
         return self.returncode
 
 
+def run_script(script: str, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fork to its end. The options are those of `Fork`. The test must use the fixture `forks`."""
+    with Fork("-c", script, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+        stdout, stderr = process.communicate(timeout=3 * PATIENCE)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
 #: The variable by which a fork of a script knows the process that called the script.
 CALLER = "DISSOCIATED_TEST_CALLER"
-#: A script that sends its arguments, directory, environment and streams to the forking process, and exits as the fork
-#: does. If Python is to run a module that is not in `forked`, it becomes that Python.
+#: A script that sends its arguments, directory, environment and descriptors to the forking process, and exits as the
+#: fork does. If Python is to run a module that is not in `forked`, it becomes that Python.
 _COMMAND = """#!{python} -IS
 import json, os, socket, sys
 
 arguments = [*{before!r}, *sys.argv[1:]]
 if arguments[0] != "-m" or arguments[1] not in {forked!r}:
     os.execv({python!r}, [{python!r}, *arguments])
+listed = sorted(map(int, os.listdir("/proc/self/fd")))
+descriptors = [one for one in listed if os.path.lexists(f"/proc/self/fd/{{one}}")][:{most}]  # without that of the list
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
     connection.connect({place!r})
-    asked = json.dumps([arguments, os.getcwd(), {{**os.environ, {caller!r}: str(os.getppid())}}])
-    socket.send_fds(connection, [asked.encode()], [0, 1, 2])
+    environment = {{**os.environ, {caller!r}: str(os.getppid())}}
+    others = {{"session": os.getsid(0) == os.getpid(), "umask": os.umask(0)}}
+    asked = json.dumps([arguments, os.getcwd(), environment, descriptors, others])
+    socket.send_fds(connection, [asked.encode()], descriptors)
+    for descriptor in descriptors[3:]:
+        os.close(descriptor)
     sys.exit(int(connection.recv(16)))
 """
 
@@ -104,7 +121,9 @@ def _forking_script(path: Path, before: Sequence[str], forked: Sequence[str]) ->
         listener.bind(place)
         listener.listen()
         path.write_text(
-            _COMMAND.format(python=sys.executable, place=place, before=before, forked=forked, caller=CALLER)
+            _COMMAND.format(
+                python=_PYTHON, place=place, before=before, forked=forked, caller=CALLER, most=MAX_DESCRIPTORS
+            )
         )
         path.chmod(0o700)
         thread = Thread(target=_fork_on_request, args=(listener,))
@@ -137,16 +156,17 @@ def _fork_on_request(listener: socket.socket) -> None:
 
 
 def _fork_for(connection: socket.socket) -> Fork:
-    asked, streams, *_ = socket.recv_fds(connection, 1 << 17, 3)
+    asked, received, *_ = socket.recv_fds(connection, 1 << 17, MAX_DESCRIPTORS)
     if not asked:
         connection.close()
         raise ConnectionResetError
     with ExitStack() as ends:
-        for stream in streams:
-            ends.callback(os.close, stream)
-        arguments, directory, environment = json.loads(asked)
-        named = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
-        return Fork(*arguments, cwd=directory, env=environment, **named)
+        for descriptor in received:
+            ends.callback(os.close, descriptor)
+        arguments, directory, environment, numbers, others = json.loads(asked)
+        descriptors = dict(zip(numbers, received, strict=True))
+        named = {name: descriptors.pop(number) for number, name in enumerate(("stdin", "stdout", "stderr"))}
+        return Fork(*arguments, cwd=directory, env=environment, descriptors=descriptors, **others, **named)
 
 
 def _answer(connection: socket.socket, process: Fork) -> None:
@@ -165,23 +185,29 @@ class Process:
         cwd: Path | None = None,
         forked: bool = False,
         host: int | None = None,
+        umask: int = -1,
+        mounts: int | None = None,
+        log: Path | None = None,
     ) -> None:
         command = ["-m", "dissociated", *map(str, arguments)]
-        with tempfile.TemporaryFile("w+") as log:  # A pipe that nobody reads could fill up and block the command.
+        # A pipe that nobody reads could fill up and block the command.
+        with tempfile.TemporaryFile("w+") if log is None else log.open("w+") as stderr:
             if forked and not prefix:
                 self._process: subprocess.Popen[str] = Fork(
-                    *command, stdout=subprocess.PIPE, stderr=log, cwd=cwd, host=host
+                    *command, stdout=subprocess.PIPE, stderr=stderr, cwd=cwd, host=host, umask=umask, mounts=mounts
                 )
             else:
-                whole = [*prefix, sys.executable, *command]
-                self._process = subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=log, text=True, cwd=cwd)
+                whole = [*prefix, _PYTHON, *command]
+                self._process = subprocess.Popen(
+                    whole, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=cwd, umask=umask
+                )
             assert self._process.stdout is not None
             for line in self._process.stdout:
                 if line.startswith("catalog"):
                     break
             else:
-                log.seek(0)
-                raise AssertionError(f"it ended: {log.read()}")
+                stderr.seek(0)
+                raise AssertionError(f"it ended: {stderr.read()}")
         self.uri = line.split()[-1]
         self.pid = self._process.pid
 
@@ -247,7 +273,7 @@ def in_terminal(
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     around = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
     program, *rest = arguments
-    start = partial(Fork, *rest) if program == sys.executable else partial(Child, arguments)
+    start = partial(Fork, *rest) if program in (_PYTHON, sys.executable) else partial(Child, arguments)
     with start(stdin=theirs, stdout=theirs, stderr=theirs, env=around, cwd=cwd) as process:
         os.close(theirs)
         os.write(ours, given)

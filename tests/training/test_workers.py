@@ -6,10 +6,11 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.processes import Fork
 
 #: Starts a worker that never ends by itself, and a fork that outlives this process with copies of its pipes.
 SCRIPT = """
@@ -38,13 +39,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("end", ["killed", "exit"])
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize(
+    ("method", "end"), [("fork", "killed"), ("spawn", "exit"), ("forkserver", "killed"), ("forkserver", "exit")]
+)
 def test_a_worker_ends_when_its_parent_has_gone(tmp_path: Path, method: str, end: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-W", "ignore", str(script), method]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with Fork(script, method, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
         ended: list[int] = []
