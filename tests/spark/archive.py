@@ -59,7 +59,7 @@ def write(file: str) -> None:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
+    target = Path(sys.argv[1]).absolute()  # the archive names its base, and tests start Java in other directories
     made = target.with_suffix(".part")
     made.touch()
     try:
