@@ -104,10 +104,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 #: Tests of Spark that start no session, or one of their own.
 _WITHOUT_SESSION = (
     "test_cluster.py",
-    "test_connect.py",
     "test_faults.py",
     "test_jar.py",
     "test_java.py",
+    "test_notebook.py",
     "test_plain_session.py",
     "test_quickstart.py",
     "test_sidecar.py",
