@@ -1,6 +1,6 @@
 """Spark's Java without a session: the Java of the wheel, which finds the Python that has called it.
 
-All other Spark tests prefer the Java of the system. test_notebook.py has a session without our function.
+All other Spark tests prefer the Java of the system. test_programs.py has a session without our function.
 """
 
 from __future__ import annotations

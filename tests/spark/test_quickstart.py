@@ -1,6 +1,6 @@
 """The program of docs/spark-quickstart.md as it is printed, by spark-submit, and before an example.
 
-test_notebook.py runs the program in a notebook and over Spark Connect, and test_session.py where a session runs.
+test_programs.py runs the program in a notebook and over Spark Connect, and test_session.py where a session runs.
 """
 
 from __future__ import annotations

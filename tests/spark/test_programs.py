@@ -1,4 +1,4 @@
-"""Sessions in the cells of a notebook, which all have one Java: without our function, the quickstart, Spark Connect.
+"""Programs that start Spark, one after the other in one Java: cells of a notebook, the demo, and Spark Connect.
 
 Each test also runs alone. The first that runs starts the Java, which takes most of the processor time.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import pytest
 import dissociated as dis
 from dissociated.node.launch import running
 from dissociated.spark.jar import jar
+from support.pages import ROOT
 
 from .test_quickstart import PROGRAM, RESULT
 
@@ -34,6 +36,17 @@ spark.range(5).write.format("dissociated").mode("overwrite").save("numbers")
 found = spark.read.format("dissociated").load("numbers").selectExpr("id + 1 AS id")
 print(sum(row.id for row in map_in_arrow(found, lambda batches: batches, "id long").collect()))
 spark.stop()
+"""
+
+#: Prints the port and the secret of the notebook's Java, which other processes can use in place of one of their own.
+GATEWAY = """
+from pyspark import SparkContext
+from dissociated.spark import session
+
+if SparkContext._gateway is None:
+    session().stop()
+parameters = SparkContext._gateway.gateway_parameters
+print(parameters.port, parameters.auth_token)
 """
 
 #: SPARK_TESTING makes Spark choose a free port.
@@ -124,6 +137,24 @@ def test_the_quickstart_runs_in_a_cell(run: Callable[[str], str]) -> None:
     run("spark.stop()")
     with dis.connect() as client:
         assert client["squares"].count_rows() == 200_000
+
+
+@pytest.mark.needs("ucx", "libfabric")
+def test_the_demo_runs_over_ucx_and_libfabric(run: Callable[[str], str], tmp_path: Path) -> None:
+    for package in ("duckdb", "polars", "matplotlib"):
+        pytest.importorskip(package, reason="the demo's packages are not installed")
+    data = pytest.importorskip("examples.tpch.data")
+    if data.generator() is None:
+        pytest.skip("tpchgen-cli is not installed")
+    port, secret = run(GATEWAY).split()
+    environment = {**os.environ, "PYSPARK_GATEWAY_PORT": port, "PYSPARK_GATEWAY_SECRET": secret}
+    options = ["--scale", "0.001", "--query", "q3", "--device", "test:0", "--plot", str(tmp_path / "tpch.png")]
+    transports = ["--transport", "ucx", "--transport", "fabric"]
+    command = [sys.executable, "-m", "examples.tpch", *options, *transports]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for transport in ("ucx", "fabric"):
+        assert f"copy over {transport}" in done.stdout or f"  {transport} " in done.stdout
 
 
 def test_the_quickstart_runs_and_datasets_are_written_and_read_by_spark_connect(
