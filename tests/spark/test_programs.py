@@ -1,6 +1,6 @@
 """Programs that start Spark, one after the other in one Java: cells of a notebook, the demo, and Spark Connect.
 
-Each test also runs alone. The first that runs starts the Java, which takes most of the processor time.
+Each test also runs alone. Starting the Java and loading its classes takes most of the processor time.
 """
 
 from __future__ import annotations
@@ -38,20 +38,18 @@ print(sum(row.id for row in map_in_arrow(found, lambda batches: batches, "id lon
 spark.stop()
 """
 
-#: Prints the port and the secret of the notebook's Java, which other processes can use in place of one of their own.
-GATEWAY = """
-from pyspark import SparkContext
-from dissociated.spark import session
+#: Starts the Java of all programs. By these variables, PySpark takes it in place of another.
+JAVA = """
+import os
+from pyspark.java_gateway import launch_gateway
 
-if SparkContext._gateway is None:
-    session().stop()
-parameters = SparkContext._gateway.gateway_parameters
-print(parameters.port, parameters.auth_token)
+gateway = launch_gateway()
+port, secret = str(gateway.gateway_parameters.port), gateway.gateway_parameters.auth_token
+os.environ.update(PYSPARK_GATEWAY_PORT=port, PYSPARK_GATEWAY_SECRET=secret)
 """
 
 #: SPARK_TESTING makes Spark choose a free port.
 BEFORE_CONNECT = """
-import os
 os.environ.update({{
     "DISSOCIATED_CATALOG": {uri!r}, "PYSPARK_PYTHON": {python!r}, "SPARK_REMOTE": "local[2]", "SPARK_TESTING": "1"
 }})
@@ -106,6 +104,7 @@ def run(java: str, other_python: Path, store: None) -> Iterator[Callable[[str], 
         **{key: value for key, value in os.environ.items() if not key.startswith("PYSPARK")},
         "JAVA_HOME": java,
         "PATH": os.pathsep.join([str(other_python), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYSPARK_SUBMIT_ARGS": f"--master local[1] --jars {jar()} pyspark-shell",
         "PYTHONWARNINGS": "ignore",
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
@@ -119,6 +118,7 @@ def run(java: str, other_python: Path, store: None) -> Iterator[Callable[[str], 
         return "".join(stream["text"] for stream in streams if stream["name"] == "stdout")
 
     try:
+        run(JAVA)
         yield run
     finally:
         kernel.stop_channels()
@@ -146,7 +146,7 @@ def test_the_demo_runs_over_ucx_and_libfabric(run: Callable[[str], str], tmp_pat
     data = pytest.importorskip("examples.tpch.data")
     if data.generator() is None:
         pytest.skip("tpchgen-cli is not installed")
-    port, secret = run(GATEWAY).split()
+    port, secret = run("print(port, secret)").split()
     environment = {**os.environ, "PYSPARK_GATEWAY_PORT": port, "PYSPARK_GATEWAY_SECRET": secret}
     options = ["--scale", "0.001", "--query", "q3", "--device", "test:0", "--plot", str(tmp_path / "tpch.png")]
     transports = ["--transport", "ucx", "--transport", "fabric"]
