@@ -72,7 +72,6 @@ LONGEST = (
     "catalog/test_faults.py",
     "node/test_node.py",
     "faults/test_ucx",
-    "test_examples",
     "transport/test_connections",
     "test_docs",
     "test_deploy",
