@@ -72,7 +72,6 @@ LONGEST = (
     "catalog/test_faults.py",
     "node/test_node.py",
     "faults/test_ucx",
-    "test_examples",
     "transport/test_connections",
     "test_docs",
     "test_deploy",
@@ -104,11 +103,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 #: Tests of Spark that start no session, or one of their own.
 _WITHOUT_SESSION = (
     "test_cluster.py",
-    "test_connect.py",
     "test_faults.py",
     "test_jar.py",
     "test_java.py",
     "test_plain_session.py",
+    "test_programs.py",
     "test_quickstart.py",
     "test_sidecar.py",
     "test_unreachable.py",

@@ -1,29 +1,24 @@
-"""The TPC-H demo, and one of its consumers without Spark. DuckDB publishes its datasets instead of Spark."""
+"""A consumer of the TPC-H demo, without Spark: DuckDB publishes its datasets. spark/test_programs.py runs the demo."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import date
 from decimal import Decimal
-from pathlib import Path
+from subprocess import PIPE
 
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from spark.archive import environment_for_plans
+from support.pages import ROOT
+from support.processes import Fork
 
 pytest.importorskip("duckdb", reason="the demo's packages are not installed")
 pytest.importorskip("polars", reason="the demo's packages are not installed")
 
-from examples.tpch.data import generator
 from examples.tpch.queries import QUERIES
-
-ROOT = Path(__file__).resolve().parents[1]
-
 
 #: The columns of lineitem that Q1 and Q6 use.
 LINEITEM = pa.table(
@@ -57,38 +52,14 @@ def server() -> Iterator[dis.Server]:
 
 
 def consume(consumer: str, server: dis.Server) -> tuple[int, list[dict[str, object]]]:
-    command = [sys.executable, "-m", "examples.tpch.consumers", *consumer.split(), "--catalog", server.catalog_uri]
-    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=100)
-    return run.returncode, [json.loads(line) for line in run.stdout.splitlines()]
+    command = ("-m", "examples.tpch.consumers", consumer, "--catalog", server.catalog_uri)
+    with Fork(*command, cwd=ROOT, stdout=PIPE) as run:
+        output = run.communicate(timeout=100)[0]
+    return run.returncode, [json.loads(line) for line in output.splitlines()]
 
 
-def test_a_wrong_answer_is_found_and_said(server: dis.Server) -> None:
+def test_a_wrong_answer_is_found_and_said(forks: None, server: dis.Server) -> None:
     server.publish("q6", pa.table({"revenue": [Decimal("1.0000")]}))
     status, told = consume("duckdb", server)
     assert status == 1
     assert str(told[-1]["failed"]).startswith("revenue of q6 is ")
-
-
-@pytest.mark.needs("ucx", "libfabric", "java")
-@pytest.mark.timeout(400)
-def test_the_demo_runs_over_ucx_and_libfabric(tmp_path: Path) -> None:
-    """Run Spark with its defaults for plans, which other tests go without."""
-    if generator() is None:
-        pytest.skip("tpchgen-cli is not installed")
-    transports = ["--transport", "ucx", "--transport", "fabric"]
-    plot = str(tmp_path / "tpch.png")
-    command = [
-        sys.executable,
-        "-m",
-        "examples.tpch",
-        *("--scale", "0.001", "--query", "q3"),
-        *transports,
-        "--device",
-        "test:0",
-        "--plot",
-        plot,
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=environment_for_plans(), capture_output=True, text=True, timeout=380)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    for transport in ("ucx", "fabric"):
-        assert f"copy over {transport}" in done.stdout or f"  {transport} " in done.stdout

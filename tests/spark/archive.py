@@ -29,11 +29,6 @@ OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:disable"
 OPTIONS_FOR_PLANS = " ".join(f"-D{key}={of_tests}" for key, (_, of_tests) in PLANS.items())
 
 
-def environment_for_plans() -> dict[str, str]:
-    """Return this environment, in which Spark nonetheless plans and compiles queries as it does for a user."""
-    return {**os.environ, "JDK_JAVA_OPTIONS": os.environ["JDK_JAVA_OPTIONS"].replace(OPTIONS_FOR_PLANS, "")}
-
-
 def write(file: str) -> None:
     """Run a small Spark job, then stop its Java process, which writes the archive.
 
@@ -59,7 +54,7 @@ def write(file: str) -> None:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
+    target = Path(sys.argv[1]).absolute()  # the archive names its base, and tests start Java in other directories
     made = target.with_suffix(".part")
     made.touch()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,3 +166,20 @@ def path_without_java(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if tool.name != "java" and not (tools / tool.name).is_symlink():
                 (tools / tool.name).symlink_to(tool)
     return tools
+
+
+#: Another Python on PATH, which has no dissociated, and no Python workers of Spark.
+_OTHER = """#!/bin/sh
+case "$*" in *dissociated* | *pyspark.daemon*) echo 'No module named dissociated' >&2; exit 1;; esac
+exec {python} "$@"
+"""
+
+
+@pytest.fixture(scope="session")
+def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory for PATH whose `python3`, which is Spark's own default, has no dissociated."""
+    directory = tmp_path_factory.mktemp("other")
+    other = directory / "python3"
+    other.write_text(_OTHER.format(python=sys.executable))
+    other.chmod(0o700)
+    return directory

@@ -1,4 +1,4 @@
-"""The choice of the Java for Spark. test_plain_session.py shows that Spark starts on the wheel's Java."""
+"""The choice of the Java for Spark. test_plain_session.py starts Spark's JVM on the wheel's Java."""
 
 from __future__ import annotations
 

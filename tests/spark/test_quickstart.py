@@ -1,6 +1,6 @@
-"""The program of docs/spark-quickstart.md as it is printed, by spark-submit, before an example, and in a notebook.
+"""The program of docs/spark-quickstart.md as it is printed, by spark-submit, and before an example.
 
-test_connect.py starts the program over Spark Connect, and test_session.py where a session runs already.
+test_programs.py runs the program in a notebook and over Spark Connect, and test_session.py where a session runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyspark.find_spark_home import _find_spark_home
@@ -53,22 +52,3 @@ def test_the_program_and_the_example_run_as_they_are_printed(environment: dict[s
     assert run.stdout.splitlines() == [RESULT, "[(0, 334), (1, 333), (2, 333)]", "333"], run.stderr
     with dis.connect() as client:
         assert sorted(info.name for info in client.list()) == ["numbers", "squares"]
-
-
-def test_the_program_runs_in_a_cell_of_a_notebook(environment: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
-    from jupyter_client.manager import start_new_kernel
-
-    messages: list[dict[str, Any]] = []
-    manager, kernel = start_new_kernel(startup_timeout=300, env=environment, cwd=str(tmp_path))
-    try:
-        reply = kernel.execute_interactive(PROGRAM, timeout=300, output_hook=messages.append)
-        kernel.execute_interactive("spark.stop()", timeout=300)
-    finally:
-        kernel.stop_channels()
-        manager.shutdown_kernel(now=True)
-    assert reply["content"]["status"] == "ok", messages
-    streams = [message["content"] for message in messages if message["msg_type"] == "stream"]
-    assert RESULT in "".join(stream["text"] for stream in streams if stream["name"] == "stdout"), streams
-    with dis.connect() as client:
-        assert [(info.name, info.rows) for info in client.list()] == [("squares", 200_000)]
