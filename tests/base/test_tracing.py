@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,10 +13,12 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from support.helpers import Serve
+from support.helpers import PATIENCE, Serve
+from support.processes import Fork
 from support.tracing import RecordedSpan, traced_run, traced_server
 
 pytest.importorskip("opentelemetry.sdk", reason="the SDK of OpenTelemetry is not installed")
+pytestmark = pytest.mark.usefixtures("forks")
 
 CLIENT = """
 tracer = trace.get_tracer("app")
@@ -66,7 +67,7 @@ class Recorded(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Iterator[Recorded]:
+def recorded(forks: None) -> Iterator[Recorded]:
     with traced_server() as server:
         client = traced_run(CLIENT, server.catalog_uri)
         yield Recorded(client, server.end())
@@ -165,5 +166,7 @@ def test_a_program_that_sets_up_no_tracing_does_not_load_it(without_api: bool) -
         "        client.put('more', table)\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (ran.stdout, ran.stderr) == ("['opentelemetry']\n" if without_api else "[]\n", "")
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with Fork("-c", script, **pipes) as process:  # The library was imported before, and has not loaded it either.
+        printed = process.communicate(timeout=3 * PATIENCE)
+    assert printed == ("['opentelemetry']\n" if without_api else "[]\n", "")

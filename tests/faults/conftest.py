@@ -67,7 +67,7 @@ def _missing(now: Counter[str], before: Counter[str]) -> list[str]:
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Return a runtime directory for this test, with a path short enough for sockets."""
-    directory = tempfile.mkdtemp(prefix="dis-")
+    directory = tempfile.mkdtemp(prefix="dis-", dir="/dev/shm")
     monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
     yield directory
     shutil.rmtree(directory)

@@ -19,7 +19,7 @@ pytest.importorskip("opentelemetry.sdk", reason="the SDK of OpenTelemetry is not
 
 
 def test_the_reads_and_writes_of_tasks_belong_to_the_span_of_the_driver(
-    spark: SparkSession, use_jvm: Callable[[bool], None]
+    forks: None, spark: SparkSession, use_jvm: Callable[[bool], None]
 ) -> None:
     ways = {(in_jvm, scheme) for in_jvm in (True, False) for scheme in ("shm", "tcp")}
     drivers = {}

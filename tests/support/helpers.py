@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 import gc
+import json
 import os
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -267,22 +267,40 @@ def as_big_endian(stream: bytes) -> bytes:
     return stream[:4] + struct.pack("<i", len(header)) + bytes(header) + stream[8 + length :]
 
 
-def complaint(script: str, **environment: str) -> str:
-    """Run a program that cannot use a transport, and return its single line of output, the reason."""
-    program = f"""
+#: A script that forks for each case, so that each starts with the library imported, and no native library loaded.
+_COMPLAINTS = """
+import json, os, sys
 import dissociated as dis
-try:
-{textwrap.indent(script, "    ")}
-except dis.errors.TransportError as error:
-    print(error)
+
+dis.Server, dis.open_stream
+for script, environment in json.loads(sys.argv[1]):
+    if os.fork():
+        assert os.wait()[1] == 0, script
+        continue
+    os.environ.update(environment)
+    try:
+        exec(script)
+    except dis.errors.TransportError as error:
+        print(json.dumps(str(error)), flush=True)
+        os._exit(0)
+    os._exit(1)
 """
+
+
+def complaints(cases: Mapping[str, tuple[str, Mapping[str, str]]], **environment: str) -> dict[str, str]:
+    """Run programs that cannot use a transport, and return the message of each program's TransportError.
+
+    Args:
+        cases: Pairs of a script and its environment variables, by name.
+        environment: Variables that are set before the interpreter starts, for all cases.
+    """
     run = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", _COMPLAINTS, json.dumps(list(cases.values()))],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert not run.returncode, run.stderr
-    (line,) = run.stdout.splitlines()
-    return line
+    messages = [json.loads(line) for line in run.stdout.splitlines()]
+    return dict(zip(cases, messages, strict=True))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from support.helpers import Child, rest_of
+from support.helpers import rest_of
+from support.processes import Fork
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -61,7 +61,7 @@ class RecordedSpan(NamedTuple):
 class TracedServer:
     """A server of the dataset `data`, with the ticket b"data" and 100 rows, in a process that traces."""
 
-    def __init__(self, process: Child) -> None:
+    def __init__(self, process: Fork) -> None:
         self._process = process
         assert process.stdout is not None
         #: The catalog, and a location over tcp.
@@ -97,9 +97,8 @@ def traced_run(script: str, *arguments: str) -> list[RecordedSpan]:
         return _spans(rest_of(process))
 
 
-def _start(script: str, *arguments: str) -> Child:
-    command = [sys.executable, "-c", _BEFORE + script + _AFTER, *arguments]
-    return Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def _start(script: str, *arguments: str) -> Fork:
+    return Fork("-c", _BEFORE + script + _AFTER, *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def _spans(output: str) -> list[RecordedSpan]:

@@ -19,13 +19,12 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection, Listener
-from dissociated.transport.native.ucx import channel, endpoint
+from dissociated.transport.native.ucx import channel, endpoint, libucp
 from dissociated.transport.native.ucx.closing import ClosingConnection, ClosingConnections
-from dissociated.transport.native.ucx.libucp import installed_library
 from dissociated.transport.native.ucx.worker import Worker
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from support.helpers import PATIENCE, Interruption, case, complaint, leaving_nothing, no_threads
+from support.helpers import PATIENCE, Interruption, case, complaints, leaving_nothing, no_threads
 
 pytestmark = pytest.mark.needs("ucx")
 
@@ -57,42 +56,57 @@ SERVE = "dis.Server(['ucx:'], catalog=None)"
 OPEN = "dis.open_stream('ucx://127.0.0.1:1?want_data=1', b'')"
 
 
-@pytest.mark.parametrize(
-    ("script", "environment", "said"),
-    [
-        (SERVE, {"DISSOCIATED_UCX_LIBRARY": "/nowhere/libucp.so.0"}, "let DISSOCIATED_UCX_LIBRARY name a libucp.so.0,"),
-        (OPEN, {"DISSOCIATED_UCX_LIBRARY": "libc.so.6"}, "'libc.so.6' is not libucp"),
-        (SERVE, {"UCX_TLS": "sm,self"}, "UCX_TLS=sm,self leaves out tcp, which connections over UCX need: add it"),
-        (OPEN, {"UCX_TLS": "^tcp"}, "UCX_TLS=^tcp leaves out tcp"),
-    ],
-    ids=["no library", "no libucp", "no tcp", "tcp excluded"],
-)
-def test_a_missing_requirement_is_named_in_one_sentence(script: str, environment: dict[str, str], said: str) -> None:
-    line = complaint(script, **environment)
-    assert said in line
-    assert "\n" not in line
+#: Programs that cannot use UCX, with their environment variables.
+PROGRAMS = {
+    "no library": (SERVE, {"DISSOCIATED_UCX_LIBRARY": "/nowhere/libucp.so.0"}),
+    "no libucp": (OPEN, {"DISSOCIATED_UCX_LIBRARY": "libc.so.6"}),
+    "no tcp": (SERVE, {"UCX_TLS": "sm,self"}),
+    "tcp excluded": (OPEN, {"UCX_TLS": "^tcp"}),
+    "too old": (f"from {libucp.__package__} import libucp\nlibucp.OLDEST_UCX = (99, 0)\n{SERVE}", {}),
+    "no wheel": (
+        f"from {libucp.__package__} import libucp\nlibucp.installed_library = lambda: None\n{SERVE}",
+        {"DISSOCIATED_UCX_LIBRARY": ""},
+    ),
+    "no cffi": (f"sys.modules['cffi'] = None\n{SERVE}", {}),
+}
 
 
-def test_a_library_that_is_too_old_is_refused() -> None:
-    old = "from dissociated.transport.native.ucx import libucp\nlibucp.OLDEST_UCX = (99, 0)\n"
-    line = complaint(old + SERVE)
-    assert "is too old: install 99.0 or later" in line
-
-
-def test_the_systems_library_is_not_used_unless_the_variable_names_it() -> None:
-    """Find no library although the dynamic loader would find one."""
-    none = "from dissociated.transport.native.ucx import libucp\nlibucp.installed_library = lambda: None\n"
-    installed = installed_library()
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """Return the errors of `PROGRAMS`, for each of which the dynamic loader would find the library."""
+    installed = libucp.installed_library()
     assert installed is not None
-    assert complaint(none + SERVE, DISSOCIATED_UCX_LIBRARY="", LD_LIBRARY_PATH=str(installed.parent)) == (
+    return complaints(PROGRAMS, LD_LIBRARY_PATH=str(installed.parent))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("no library", "let DISSOCIATED_UCX_LIBRARY name a libucp.so.0,"),
+        ("no libucp", "'libc.so.6' is not libucp"),
+        ("no tcp", "UCX_TLS=sm,self leaves out tcp, which connections over UCX need: add it"),
+        ("tcp excluded", "UCX_TLS=^tcp leaves out tcp"),
+    ],
+)
+def test_a_missing_requirement_is_named_in_one_sentence(said: dict[str, str], program: str, message: str) -> None:
+    assert message in said[program]
+    assert "\n" not in said[program]
+
+
+def test_a_library_that_is_too_old_is_refused(said: dict[str, str]) -> None:
+    assert "is too old: install 99.0 or later" in said["too old"]
+
+
+def test_the_systems_library_is_not_used_unless_the_variable_names_it(said: dict[str, str]) -> None:
+    """Find no library although the dynamic loader would find one."""
+    assert said["no wheel"] == (
         "ucx: libucp is not installed: pip install 'dissociated[ucx]', or install UCX and let "
         "DISSOCIATED_UCX_LIBRARY name its libucp.so.0"
     )
 
 
-def test_without_cffi_it_is_said_what_to_install() -> None:
-    line = complaint("import sys\nsys.modules['cffi'] = None\n" + SERVE)
-    assert line == "ucx: needs cffi: pip install 'dissociated[ucx]'"
+def test_without_cffi_it_is_said_what_to_install(said: dict[str, str]) -> None:
+    assert said["no cffi"] == "ucx: needs cffi: pip install 'dissociated[ucx]'"
 
 
 def test_another_version_of_ucx_is_refused_before_it_crashes() -> None:

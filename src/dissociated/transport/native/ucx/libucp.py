@@ -274,6 +274,15 @@ def ucp() -> Ucp:
     return LIBRARY.load(Ucp)
 
 
+#: The directory in which Linux lists RDMA devices.
+RDMA = "/sys/class/infiniband"
+
+
+def has_hardware() -> bool:
+    """Return whether this host has RDMA or NVIDIA devices, for which UCX has good defaults. Other hosts have TCP."""
+    return any(map(os.path.exists, (RDMA, "/dev/nvidiactl")))
+
+
 @contextmanager
 def _tamed() -> Iterator[None]:
     """Keep UCX, while it is loaded, from replacing the program's signal handlers and writing to its standard output.
@@ -281,6 +290,11 @@ def _tamed() -> Iterator[None]:
     Errors are raised as exceptions instead. Environment variables that the user has set are not changed.
     """
     settings = {"UCX_DEBUG_SIGNO": "0", "UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
+    chosen = LIBRARY.variable in os.environ or "UCX_RCACHE_ENABLE" in os.environ
+    if not (chosen or has_hardware()):
+        # By default UCX rewrites the code of mmap and its like, to know when registered memory is freed, which takes
+        # 300 ms. Only its cache of that memory needs it. Our contexts have none, from a version on that the wheel has.
+        settings["UCX_MEM_MMAP_HOOK_MODE"] = "none"
     added = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(added)
     try:

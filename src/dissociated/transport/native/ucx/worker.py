@@ -13,15 +13,11 @@ from dissociated.errors import ForkedError, TransportError
 from dissociated.memory.device.base import DeviceType
 from dissociated.transport.native.ucx import libucp as c
 from dissociated.transport.native.ucx.handshake import client_id
-from dissociated.transport.native.ucx.libucp import Ucp, ucp
+from dissociated.transport.native.ucx.libucp import RDMA, Ucp, has_hardware, ucp
 
 #: Size in bytes of the largest TCP segment that our contexts receive, and that they send to peers that declare to
 #: receive it. UCX does not check the size: a larger segment overruns the peer's buffer.
 SEGMENT = 1 << 18
-
-#: Paths under which Linux lists RDMA and NVIDIA devices. UCX has good defaults for them; without them it has only TCP.
-_RDMA = "/sys/class/infiniband"
-_HARDWARE = (_RDMA, "/dev/nvidiactl")
 
 #: UCX's numbers of the memory types of devices.
 _DEVICES = {DeviceType.CUDA: c.MEMORY_TYPE_CUDA}
@@ -109,7 +105,7 @@ def context(where: ContextKey) -> Context:
         settings["TCP_RX_SEG_SIZE"] = str(segment)
     if segment and where.large:
         settings["TCP_TX_SEG_SIZE"] = str(segment)  # UCX's default of 8k halves the speed of bodies in many pieces
-    if not any(map(os.path.exists, _HARDWARE)):
+    if not has_hardware():
         if not where.shared:
             # Writes directly into the receiver's memory. Not with shared memory, where the peer itself would write.
             settings["RNDV_SCHEME"] = "put_zcopy"
@@ -138,7 +134,7 @@ def context(where: ContextKey) -> Context:
     u.lib.ucp_config_release(config[0])
     u.check(status, "starting UCX")
     # While there is a context for RDMA devices, UCX's thread listens to them.
-    use = _Use() if os.path.exists(_RDMA) else None
+    use = _Use() if os.path.exists(RDMA) else None
     return Context(handle[0], segment, _memory_types(u, handle[0]), use)
 
 
