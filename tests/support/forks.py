@@ -2,8 +2,8 @@
 
 A fork differs from a fresh process only in how it starts. It has its own arguments, environment, directory and streams;
 it can be killed and stopped; and it ends like any interpreter, except that most forks keep their modules: see `_end`.
-The parent has loaded the modules that a fork might need and has used none of them, so that there are no threads, sockets
-or contexts to share. Tests of how the library loads start fresh processes instead.
+The parent has loaded the modules that a fork might need and has used none of them, so that there are no threads,
+sockets or contexts to share. Tests of how the library loads start fresh processes instead.
 """
 
 from __future__ import annotations
