@@ -59,7 +59,7 @@ def write(file: str) -> None:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
+    target = Path(sys.argv[1]).resolve()  # Java looks for a relative path in the directory that it is started in
     made = target.with_suffix(".part")
     made.touch()
     try:
