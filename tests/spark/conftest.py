@@ -26,6 +26,9 @@ pyspark = pytest.importorskip("pyspark", reason="pyspark is not installed")
 #: Whether Spark reads and writes in its JVM, which is the default, or by the Python data source.
 IN_JVM = os.environ.get("DISSOCIATED_TEST_JVM", "true")
 
+#: Spark's package with the classes that write the checkpoints of streams.
+CHECKPOINTS = "org.apache.spark.sql.execution.streaming.checkpointing"
+
 _numbers = itertools.count()
 
 #: PySpark 4.1 leaves the sockets of `collect` and similar calls to the garbage collector, and cannot stream with us.
@@ -88,12 +91,20 @@ def spark(java: str, python: Path) -> Iterator[SparkSession]:
         patch.setenv("PYSPARK_PYTHON", str(python))
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         settings: dict[str, Any] = {
+            # By default each sort, each aggregate and each join clears 64 MB of memory for a few rows.
+            "spark.buffer.pageSize": "1m",
             "spark.dissociated.jvm": IN_JVM,
             "spark.log.level": "OFF",
             "spark.python.daemon.module": "warm",
             "spark.sql.session.timeZone": "America/New_York",
-            "spark.sql.shuffle.partitions": 2,
+            "spark.sql.shuffle.partitions": 1,
+            # By default each file of a checkpoint has another with its checksum, and `readlink` runs for each rename.
+            "spark.sql.streaming.checkpoint.fileChecksum.enabled": False,
+            "spark.sql.streaming.checkpointFileManagerClass": f"{CHECKPOINTS}.FileSystemBasedCheckpointFileManager",
+            # Without code for each query, this costs more than it saves.
+            "spark.sql.subexpressionElimination.enabled": False,
             "spark.sql.timeType.enabled": True,
+            "spark.sql.ui.explainMode": "simple",
         }
         running = session("tests", "local[2,2]", **settings)
     yield running

@@ -170,8 +170,8 @@ def test_a_function_that_never_ends_is_ended_with_its_job(
         spark.sparkContext.cancelAllJobs()
         with pytest.raises(Exception, match=r"(?i)cancel"):
             running.result(5 * PATIENCE)
-    worker = int(started.read_text())
-    is_over = ended.exists if way == "by yielding" else lambda: worker not in descendants(os.getpid())
+    worker = Path("/proc", started.read_text())
+    is_over = ended.exists if way == "by yielding" else lambda: not worker.exists()
     wait_until(is_over, "the function, or its worker, has ended", 2 * PATIENCE)
     nothing_is_left()
     assert map_in_arrow(df, lambda batches: batches, df.schema).count() == 60_000

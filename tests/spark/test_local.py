@@ -398,5 +398,8 @@ def test_a_created_dataframe_is_kept_for_its_rdds(spark: SparkSession) -> None:
 
 
 def is_collected(spark: SparkSession, added: set[int]) -> bool:
+    """Collect garbage, which takes a long time, and return whether the memory `added` is free a little later."""
     collect_garbage(spark)
+    with suppress(AssertionError):
+        wait_until(lambda: not memfds() & added, "it is free", 0.3)
     return not memfds() & added

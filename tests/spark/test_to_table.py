@@ -45,25 +45,24 @@ def test_columns_go_by_their_names_and_nulls_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("table", "columns", "message"),
+    ("mode", "table", "columns", "message"),
     [
-        ("a BIGINT, b BIGINT", ["a"], "there is no column 'b': add it"),
-        ("a DOUBLE", ["a"], "column 'a' is int64, not double: cast it"),
-        ("a STRING", ["a"], "column 'a' is int64, not string: cast it"),
-        ("text VARCHAR(3)", ["text"], r"column 'text' is string, not varchar\(3\): append it by DataFrame.writeTo"),
+        ("append", "a BIGINT, b BIGINT", ["a"], "there is no column 'b': add it"),
+        ("append", "a STRING", ["a"], "column 'a' is int64, not string: cast it"),
+        ("complete", "a DOUBLE", ["a"], "column 'a' is int64, not double: cast it"),
+        ("complete", "text VARCHAR(3)", ["text"], r"is string, not varchar\(3\): append it by DataFrame.writeTo"),
     ],
 )
-@pytest.mark.parametrize("mode", ["append", "complete"])
 def test_rows_that_do_not_fit_are_refused(
     spark: SparkSession,
     ours: str,
     sent: DataFrame,
     client: dis.Client,
     tmp_path: Path,
+    mode: str,
     table: str,
     columns: list[str],
     message: str,
-    mode: str,
 ) -> None:
     spark.sql(f"CREATE TABLE {ours}.t ({table})")
     rows = sent.select(columns) if mode == "append" else sent.groupBy(columns).count().select(columns)
