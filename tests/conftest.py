@@ -114,6 +114,16 @@ _WITHOUT_SESSION = (
 )
 
 
+#: Tests of Spark in a second session, which take two fifths of the time: one worker would run all of them to the end.
+_SECOND_SESSION = (
+    "test_functions.py",
+    "test_functions_limits.py",
+    "test_killed_writer.py",
+    "test_local.py",
+    "test_tpch.py",
+)
+
+
 #: Tests that read the sources: one worker parses them for all.
 _OF_SOURCES = tuple(f"tests/test_{name}.py" for name in ("messages", "names", "prose", "rooms", "tests", "wire"))
 
@@ -125,7 +135,9 @@ class _Groups(LoadFileScheduling):  # type: ignore[misc]
         file = str(super()._split_scope(nodeid))
         if file in _OF_SOURCES:
             return "sources"
-        return file if "/spark/" not in file or file.endswith(_WITHOUT_SESSION) else "spark"
+        if "/spark/" not in file or file.endswith(_WITHOUT_SESSION):
+            return file
+        return "second spark" if file.endswith(_SECOND_SESSION) else "spark"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
