@@ -220,7 +220,7 @@ def outer(tmp_path: Path, start: Start) -> str:
 
 
 @pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch, memory: Path) -> Iterator[Callable[[str], Path]]:
+def on_host(monkeypatch: pytest.MonkeyPatch, memory: Path, forked_nodes: None) -> Iterator[Callable[[str], Path]]:
     """Yield a function that moves to the host of that name, and returns the store of the node that is started there."""
     stores = []
 
