@@ -138,6 +138,7 @@ class Directory(ProcessBound):
         self.id = ""
         self._refused: list[Version] = []  # versions whose commits failed after the rename
         self._put_back: set[str] = set()  # ids of versions whose removals failed after the rename
+        self._unpublished: set[str] = set()  # ids of removed versions whose manifests may say that they were published
 
     def __enter__(self) -> Directory:
         with store_errors(f"the store {self.path}"):
@@ -330,6 +331,12 @@ class Directory(ProcessBound):
                 be undone.
         """
         committed, removed = self.segments / version.id, self.staging / f"{version.id}.gone"
+        if version.prepared and committed.exists():
+            # The manifest may say that it was published. An interrupted removal would then hide the version before it.
+            try:
+                self.confirm(version)
+            except OSError:  # A full disk lets the rename pass.
+                self._unpublished.add(version.id)
         with suppress(FileNotFoundError):
             committed.rename(removed)
         try:
@@ -384,6 +391,7 @@ class Directory(ProcessBound):
         version = None
         with suppress(OSError, StoreError, *DAMAGE):  # the manifest is removed already, or damaged
             version = decode_manifest((removed / MANIFEST).read_bytes())
+            version = replace(version, prepared=version.prepared or version.id in self._unpublished)
         self._move_to_trash(removed, version, lost)
 
     def sweep(self, staging_timeout: float) -> None:
