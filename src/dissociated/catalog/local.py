@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -297,8 +298,8 @@ class LocalCatalog(Catalog):
         # Other nodes may take long to prepare their parts. Meanwhile, only these two locks are held.
         with self._locks.of_key(commit.key), self._locks.of_name(commit.name):
             if self._database.find_commit(commit.name, commit.key) is not None:
-                own = commit.by_node().get(self.node.id)
-                self._clean_up(lambda: None if own is None else self.discard(own.segment_names))
+                repeated = commit.by_node()
+                self._clean_up(*(partial(self._discard_on, id, own.segment_names) for id, own in repeated.items()))
                 return
             if commit.exists is not None:
                 self._check_exists(commit.name, commit.exists)
@@ -316,6 +317,13 @@ class LocalCatalog(Catalog):
             else:
                 self._commit_distributed(commit, by_node, 0 if current is None else current.number)
         self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([commit.key]))
+
+    def _discard_on(self, node: str, names: Sequence[str]) -> None:
+        """Remove segments from the stage of a node."""
+        if node == self.node.id:
+            self.discard(names)
+        elif names:
+            self._members.discard(self._members.find([node])[node], names)
 
     def _find_current(self, name: str) -> Version | None:
         """Return the current version of a dataset, or None if the dataset does not exist."""
