@@ -213,6 +213,17 @@ def test_a_drop_that_cannot_be_made_to_last_is_refused_and_can_be_repeated(memor
             assert restarted(memory / "store") == {}
 
 
+def test_a_removal_that_failed_and_could_not_be_undone_frees_its_bytes_in_the_end(memory: Path) -> None:
+    with Store(memory / "store") as store:
+        take_in_store(store, ("a", "overwrite", [1]))
+        with Fault(str(memory), 1, operations=("rename", "fsync"), times=2) as fault, pytest.raises(StoreError):
+            store.remove(*store.versions())
+        assert [call.split("/")[0] for call in fault.calls] == ["rename store", "fsync store", "rename store"]
+        assert store.usage().committed > 0
+        store.remove(*store.versions())
+        assert store.usage().committed == 0
+
+
 def test_a_clock_that_steps_back_brings_nothing_old_back(memory: Path) -> None:
     with node(memory / "store") as first, dis.connect(first.uri) as client:
         take(client, ("a", "overwrite", [1]))

@@ -224,8 +224,8 @@ class Directory(ProcessBound):
         return (self.segments / version.id).exists() or (self.staging / f"{version.id}.gone").exists()
 
     def sizes(self, version: Version) -> dict[int, int]:
-        """Return the bytes that the segments of a version take, by inode."""
-        return sizes(self.segments / version.id)
+        """Return the bytes that the segments of a version take, by inode, also if its removal has failed."""
+        return sizes(self.segments / version.id) or sizes(self.staging / f"{version.id}.gone")
 
     def is_used(self, version: Version, names: Mapping[int, int]) -> bool:
         """Return whether some memory of a version would remain in use after its removal.
