@@ -224,6 +224,21 @@ def test_a_removal_that_failed_and_could_not_be_undone_frees_its_bytes_in_the_en
         assert store.usage().committed == 0
 
 
+@pytest.mark.parametrize("change", ["confirm", "withhold"])
+def test_a_changed_manifest_survives_a_loss_of_power(memory: Path, change: str) -> None:
+    """Its file and its directory are synced, so the renamed file is there in any case."""
+    with Store(memory / "store") as store:
+        version = store.commit(staged(store, "a", [1]), prepared=change == "confirm")
+        manifest = f"store/segments/{version.id}/manifest.json"
+        with Fault(str(memory), FOR_GOOD, operations=("rename", "fsync")) as fault:
+            if change == "confirm":
+                store.confirm(version, whole=True)
+            else:
+                store.withhold(version)
+        written = [f"fsync {manifest}.draft", f"rename {manifest}.draft", f"fsync {os.path.dirname(manifest)}"]
+        assert fault.calls[:3] == written
+
+
 def test_a_clock_that_steps_back_brings_nothing_old_back(memory: Path) -> None:
     with node(memory / "store") as first, dis.connect(first.uri) as client:
         take(client, ("a", "overwrite", [1]))

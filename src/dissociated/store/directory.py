@@ -244,8 +244,10 @@ class Directory(ProcessBound):
         write_atomically(directory / MANIFEST, encode_manifest(version))
 
     def confirm(self, version: Version) -> None:
-        """Replace the manifest of a committed version after its attributes have changed."""
-        self.describe(version, self.segments / version.id)
+        """Replace the manifest of a committed version, durably, after its attributes have changed."""
+        committed = self.segments / version.id
+        self.describe(version, committed)
+        sync(committed)
 
     def _publish(self, version: Version, draft: Path) -> None:
         """Turn a draft into a version with one rename. If this raises OSError, the version does not exist."""
