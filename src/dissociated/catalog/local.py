@@ -160,8 +160,12 @@ class LocalCatalog(Catalog):
             except (DatasetNotFound, CatalogDamaged):
                 raise
             except CatalogError as error:
-                message = "recording the lifetime of a ticket failed, none is guaranteed: error=%s"
-                self._promise_log.write(logging.WARNING, message, error, event="promise")
+                self._promise_log.write(
+                    logging.WARNING,
+                    "recording the lifetime of a ticket failed, none is guaranteed: error=%s",
+                    error,
+                    event="promise",
+                )
         return find(0.0), None
 
     @contextmanager
