@@ -129,7 +129,7 @@ def test_a_rollback_on_a_full_disk_hides_no_earlier_version(memory: Path) -> Non
         with Fault(str(memory), error=errno.ENOSPC, operations=("write",), times=FOR_GOOD):
             store.remove(replace(version, prepared=True))
             store.sweep()
-        store.sweep()
+            store.close()
     assert restarted(memory / "store") == {"a": [1]}
 
 

@@ -267,8 +267,8 @@ class Members:
             return peer.do_action("prepare", body)
 
     def discard(self, node: NodeRecord, names: Sequence[str]) -> None:
-        """Remove segments from the stage of a node."""
-        with self._call(node) as peer:
+        """Remove segments from the stage of a node, which has to answer soon: a commit is locked meanwhile."""
+        with Peer(node.flight, self._security, _ANSWER_TIMEOUT) as peer:
             peer.discard(names)
 
     def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,7 @@ from dissociated.store.numbers import Numbers, Removal
 _log = logging.getLogger(__name__)
 
 _DROPPED = "dropped"  # the file in the directory of a version that was dropped or replaced, and is not removed yet
+_REFUSED = "refused.json"  # the manifest of a version that was not published, and could not be recorded as prepared
 _SERIAL = re.compile(r"[0-9]{14,19}")  # the beginning of a version's id
 
 
@@ -138,7 +139,6 @@ class Directory(ProcessBound):
         self.id = ""
         self._refused: list[Version] = []  # versions whose commits failed after the rename
         self._put_back: set[str] = set()  # ids of versions whose removals failed after the rename
-        self._unpublished: set[str] = set()  # ids of removed versions whose manifests may say that they were published
 
     def __enter__(self) -> Directory:
         with store_errors(f"the store {self.path}"):
@@ -337,8 +337,9 @@ class Directory(ProcessBound):
             # The manifest may say that it was published. An interrupted removal would then hide the version before it.
             try:
                 self.confirm(version)
-            except OSError:  # A full disk lets the rename pass.
-                self._unpublished.add(version.id)
+            except OSError:
+                with suppress(OSError):  # A full disk lets the rename pass.
+                    (committed / MANIFEST).rename(committed / _REFUSED)
         with suppress(FileNotFoundError):
             committed.rename(removed)
         try:
@@ -391,9 +392,10 @@ class Directory(ProcessBound):
         """Finish a removal that was interrupted. Without a mark its reason is unknown, so it counts as lost."""
         lost = not (removed / _DROPPED).exists()
         version = None
+        with suppress(OSError, StoreError, *DAMAGE):
+            version = replace(decode_manifest((removed / _REFUSED).read_bytes()), prepared=True)
         with suppress(OSError, StoreError, *DAMAGE):  # the manifest is removed already, or damaged
             version = decode_manifest((removed / MANIFEST).read_bytes())
-            version = replace(version, prepared=version.prepared or version.id in self._unpublished)
         self._move_to_trash(removed, version, lost)
 
     def sweep(self, staging_timeout: float) -> None:
@@ -444,7 +446,7 @@ def sizes(directory: Path) -> dict[int, int]:
         is_complete = True
         for parent, _, names in os.walk(directory):
             for name in names:
-                if name in (MANIFEST, _DROPPED):  # a few kB, for which no room is reserved
+                if name in (MANIFEST, _DROPPED, _REFUSED):  # a few kB, for which no room is reserved
                     continue
                 try:
                     status = os.lstat(os.path.join(parent, name))
