@@ -338,7 +338,7 @@ class Directory(ProcessBound):
             try:
                 self.confirm(version)
             except OSError:
-                with suppress(OSError):  # A full disk lets the rename pass.
+                with suppress(FileNotFoundError):  # A full disk lets the rename pass.
                     (committed / MANIFEST).rename(committed / _REFUSED)
         with suppress(FileNotFoundError):
             committed.rename(removed)
