@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import time
@@ -28,6 +29,7 @@ from dissociated.format.encapsulated import encapsulate
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from support.helpers import case, clients_end, commit_of, descriptors, wait_until
+from support.injection import SQLiteFault
 
 TABLE = pa.table({"n": pa.array([1, 2, 3], pa.int64())})
 RETAIN = 60.0
@@ -243,6 +245,22 @@ def test_endpoints_of_the_catalog_in_a_server_expire_and_are_renewed_where_it_re
             assert RETAIN - 10 < one.expiration_time.as_py().timestamp() - time.time() <= RETAIN
         assert renewed.expiration_time.as_py() >= endpoint.expiration_time.as_py()
         assert read(plain, path("d")) == [3]
+
+
+@pytest.mark.needs("SQLite's calls")
+def test_datasets_are_read_without_a_promise_while_the_disk_of_the_database_is_full(tmp_path: Path) -> None:
+    database = str(tmp_path / "db")
+    with Node(Store(tmp_path / "store"), database=database, retain=RETAIN) as node, flight.connect(node.uri) as plain:
+        put(plain, path("d"), TABLE)
+        with SQLiteFault(0, errno.ENOSPC, times=1 << 30) as fault:
+            (endpoint,) = plain.get_flight_info(path("d")).endpoints
+            serialized = act(plain, "RenewFlightEndpoint", request(endpoint.serialize()))
+            renewed = flight.FlightEndpoint.deserialize(serialized)
+            assert plain.do_get(renewed.ticket).read_all() == TABLE
+        assert fault.came
+        assert [one.expiration_time for one in (endpoint, renewed)] == [None, None]
+        (endpoint,) = plain.get_flight_info(command(name="d")).endpoints
+        assert endpoint.expiration_time is not None
 
 
 def test_what_was_replaced_goes_when_its_tickets_expire() -> None:

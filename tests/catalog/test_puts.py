@@ -171,6 +171,20 @@ def raising() -> Iterator[pa.RecordBatch]:
     raise RuntimeError("no more")
 
 
+def test_a_put_that_is_repeated_with_its_key_leaves_nothing_on_the_stage(place: tuple[str, Path]) -> None:
+    uri, stage = place
+    command = flight.FlightDescriptor.for_command(json.dumps({"name": "d", "key": "nightly"}))
+    with flight.FlightClient(uri) as plain, dis.connect(uri) as client:
+        for _ in range(2):
+            writer, answers = plain.do_put(command, BATCH.schema)
+            with writer:
+                writer.write_batch(BATCH)
+                writer.done_writing()
+                answers.read()
+            assert os.listdir(stage) == []
+        assert client.describe("d").version == 2
+
+
 def test_a_source_that_fails_is_named_and_publishes_nothing(place: tuple[str, Path], tmp_path: Path) -> None:
     broken = pa.RecordBatchReader.from_batches(BATCH.schema, raising())
     with dis.connect(place[0]) as client:

@@ -217,6 +217,18 @@ def test_a_deletion_that_the_report_before_an_eviction_brings_is_reported(memory
         assert Catalog.last_answer["unwanted"] == []
 
 
+def test_nothing_is_evicted_if_the_report_before_the_eviction_makes_room(memory: Path) -> None:
+    with ExitStack() as running:
+        pair = Pair(memory, running, limit=7 * mmap.PAGESIZE // 2)
+        for name in "ab":
+            put(pair.node.uri, name, table(1))
+        pair.tell()
+        put(pair.node.uri, "b", table(2))  # the node does not know yet that this replaces version 1
+        put(pair.node.uri, "c", table(3))
+        pair.tell()
+        pair.check({"a": 1, "b": 2, "c": 3})
+
+
 def test_nothing_is_appended_to_memory_that_ended_with_its_node(memory: Path) -> None:
     with ExitStack() as running:
         pair = Pair(memory, running)

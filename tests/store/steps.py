@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import pyarrow as pa
 
 import dissociated as dis
+from dissociated.control.commit import Commit
 from dissociated.errors import DissociatedError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
@@ -62,16 +63,20 @@ def take_all(client: dis.Client, fault: Fault | SQLiteFault) -> State:
     return state
 
 
+def staged(store: Store, name: str, numbers: list[int], mode: Literal["overwrite", "append"] = "overwrite") -> Commit:
+    """Write a segment, and return its commit with the next number."""
+    key = secrets.token_hex(8)
+    with store.writer(key, SCHEMA) as writer:
+        writer.write(pa.record_batch([pa.array(numbers, pa.int64())], SCHEMA))
+    number = 1 + max((one.number for one in store.named(name)), default=0)
+    return commit_of(name, [key], mode=mode, key=key, number=number)
+
+
 def take_in_store(store: Store, step: Step) -> None:
     """Apply a step to a store like a node does, but without a catalog: children take a tenth of the time."""
     name, mode, numbers = step
-    key = secrets.token_hex(8)
     if mode != "drop":
-        with store.writer(key, SCHEMA) as writer:
-            writer.write(pa.record_batch([pa.array(numbers, pa.int64())], SCHEMA))
-        number = 1 + max((one.number for one in store.named(name)), default=0)
-        mode = "append" if mode == "append" else "overwrite"
-        version = store.commit(commit_of(name, [key], mode=mode, key=key, number=number))
+        version = store.commit(staged(store, name, numbers, "append" if mode == "append" else "overwrite"))
     store.remove(*(one for one in store.named(name) if mode == "drop" or one != version))
 
 

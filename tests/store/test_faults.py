@@ -9,6 +9,8 @@ import errno
 import os
 import signal
 import subprocess
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from support.helpers import PATIENCE, case, commit_of, files_below, wait_until
 from support.injection import Fault, calls, clock_step
 from support.processes import Fork
 
-from .steps import SCHEMA, STEPS, State, after, node, served, take, take_all
+from .steps import SCHEMA, STEPS, State, after, node, served, staged, take, take_all, take_in_store
 
 FOR_GOOD = 1 << 30  # calls: until the process ends
 ROWS, LIMIT = 1 << 14, 5 << 16  # rows of 128 kB; bytes with room for two such datasets
@@ -93,6 +95,42 @@ def test_a_process_killed_at_any_call_has_done_what_it_said_and_at_most_one_step
         done = len(said.split())
         with case(f"call {at}, in {STEPS[done]}"):
             assert restarted(directory) in states[done : done + 2]
+
+
+@pytest.mark.parametrize("commit_fails", [True, False], ids=["commit", "publication"])
+def test_a_rollback_that_is_interrupted_hides_no_earlier_version(memory: Path, commit_fails: bool) -> None:
+    """From one call on, all fail, so the files stay as a kill would leave them. The new rows may then be there, too."""
+    for at in calls(3):
+        directory = memory / str(at)
+        with Store(directory) as store:
+            take_in_store(store, ("a", "overwrite", [1]))
+            append = staged(store, "a", [2], mode="append")
+            sync = Fault(str(directory), 5 if commit_fails else FOR_GOOD, operations=("fsync",))
+            with sync, Fault(str(directory), at, times=FOR_GOOD) as fault:
+                with suppress(StoreError):
+                    store.remove(replace(store.commit(append, pending=True), prepared=True))
+                store.close()
+        assert not sync.came or sync.calls[5] == "fsync segments"
+        with (
+            case(f"{fault.calls[at : at + 1]}, call {at}"),
+            node(directory) as again,
+            dis.connect(again.uri) as client,
+        ):
+            assert served(client) in ({"a": [1]}, {"a": [1, 2]})
+        if not fault.came:
+            assert at > 20
+            return
+
+
+def test_a_rollback_on_a_full_disk_hides_no_earlier_version(memory: Path) -> None:
+    with Store(memory / "store") as store:
+        take_in_store(store, ("a", "overwrite", [1]))
+        version = store.commit(staged(store, "a", [2]), pending=True)
+        with Fault(str(memory), error=errno.ENOSPC, operations=("write",), times=FOR_GOOD):
+            store.remove(replace(version, prepared=True))
+            store.sweep()
+            store.close()
+    assert restarted(memory / "store") == {"a": [1]}
 
 
 def test_a_call_that_fails_on_the_stage_of_a_server_changes_nothing_or_is_not_noticed() -> None:
@@ -173,6 +211,32 @@ def test_a_drop_that_cannot_be_made_to_last_is_refused_and_can_be_repeated(memor
                 with pytest.raises(DatasetNotFound):
                     client.drop("a")
             assert restarted(memory / "store") == {}
+
+
+def test_a_removal_that_failed_and_could_not_be_undone_frees_its_bytes_in_the_end(memory: Path) -> None:
+    with Store(memory / "store") as store:
+        take_in_store(store, ("a", "overwrite", [1]))
+        with Fault(str(memory), 1, operations=("rename", "fsync"), times=2) as fault, pytest.raises(StoreError):
+            store.remove(*store.versions())
+        assert [call.split("/")[0] for call in fault.calls] == ["rename store", "fsync store", "rename store"]
+        assert store.usage().committed > 0
+        store.remove(*store.versions())
+        assert store.usage().committed == 0
+
+
+@pytest.mark.parametrize("change", ["confirm", "withhold"])
+def test_a_changed_manifest_survives_a_loss_of_power(memory: Path, change: str) -> None:
+    """Its file and its directory are synced, so the renamed file is there in any case."""
+    with Store(memory / "store") as store:
+        version = store.commit(staged(store, "a", [1]), prepared=change == "confirm")
+        manifest = f"store/segments/{version.id}/manifest.json"
+        with Fault(str(memory), FOR_GOOD, operations=("rename", "fsync")) as fault:
+            if change == "confirm":
+                store.confirm(version, whole=True)
+            else:
+                store.withhold(version)
+        written = [f"fsync {manifest}.draft", f"rename {manifest}.draft", f"fsync {os.path.dirname(manifest)}"]
+        assert fault.calls[:3] == written
 
 
 def test_a_clock_that_steps_back_brings_nothing_old_back(memory: Path) -> None:

@@ -96,11 +96,11 @@ def test_writers_at_once_evict_different_versions(memory: Path) -> None:
     meeting = threading.Barrier(2)
 
     @contextmanager
-    def announce(versions: Sequence[Version]) -> Iterator[None]:
+    def announce(versions: Sequence[Version]) -> Iterator[Sequence[Version]]:
         announced.extend(version.id for version in versions)
         with suppress(threading.BrokenBarrierError):
             meeting.wait(0.1)  # until another writer has chosen, too
-        yield
+        yield versions
 
     with Store(memory / "store", writers * MIB + MIB // 2, Policy.EVICT) as store:
         for number in range(writers):
@@ -116,10 +116,10 @@ def test_room_that_others_take_during_an_announcement_is_made_again(memory: Path
     rounds = 6
 
     @contextmanager
-    def announce(versions: Sequence[Version]) -> Iterator[None]:
+    def announce(versions: Sequence[Version]) -> Iterator[Sequence[Version]]:
         if quick:
             store.reserve(quick.pop(), MIB)
-        yield
+        yield versions
 
     with Store(memory / "store", 12 * MIB, Policy.EVICT) as store:
         quick = [f"quick{number}" for number in range(rounds)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import os
@@ -21,7 +22,7 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError, TransportError
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError, StoreFull, TransportError
 from dissociated.memory.shared import Backing
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
@@ -263,6 +264,35 @@ def test_memfds_are_appended_where_they_lie_and_copied_where_they_meet_files(mem
         assert [segment.rows for segment in store.segments(mixed)] == [2, 1, 1]
     with Store(memory / "store") as store:
         assert store.versions() == [mixed]
+
+
+@pytest.mark.parametrize("policy", [Policy.EVICT, Policy.SPILL])
+def test_making_room_for_a_copy_of_a_memfd_does_not_close_it(
+    memory: Path, tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without kernel leases, nothing tells that the memfd is in use."""
+    control = fcntl.fcntl
+
+    def refuse_leases(descriptor: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETLEASE:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return control(descriptor, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse_leases)
+    disk = tmp_path / "disk" if policy is Policy.SPILL else None
+    with Store(memory / "store", 5 * MIB // 2, policy, disk) as store:
+        first = store.commit(commit_of("d", [handed(store, large(1))], key="1"))
+        with store.writer("file", SCHEMA) as writer:
+            writer.write_table(large(1))
+        append = commit_of("d", ["file"], mode="append", key="2")
+        if policy is Policy.SPILL:
+            appended = store.commit(append)
+            stored = [pa.ipc.open_stream(segment.region.memory).read_all() for segment in store.segments(appended)]
+            assert stored == [large(1)] * 2
+        else:
+            with pytest.raises(StoreFull):
+                store.commit(append)
+            assert store.versions() == [first]
 
 
 def test_an_ipc_file_is_copied_to_its_last_byte(memory: Path, tmp_path: Path) -> None:

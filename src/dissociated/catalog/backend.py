@@ -143,7 +143,7 @@ class Backend(ABC):
 
     def announce_evictions(
         self,
-        announce: Callable[[Sequence[Version]], AbstractContextManager[object]],
+        announce: Callable[[Sequence[Version]], AbstractContextManager[Sequence[Version]]],
         is_base: Callable[[Version], bool],
     ) -> None:
         """Have `announce` called before versions are evicted, and `is_base` before that. See `Eviction`."""

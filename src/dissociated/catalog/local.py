@@ -7,10 +7,11 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ import pyarrow.flight as flight
 
 from dissociated.base.display import advise_name
 from dissociated.base.interrupts import interrupts_held
+from dissociated.base.limited_log import LimitedLog
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import Database
@@ -33,13 +35,15 @@ from dissociated.control.descriptors import first_field, parse_criteria, parse_g
 from dissociated.control.locations import unavailable
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError
+from dissociated.errors import AccessDenied, CatalogDamaged, CatalogError, DatasetNotFound, StoreError
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
 from dissociated.store.keys import CommitKey
 from dissociated.store.numbers import Removal
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MAX_COMPARED = 1000  # names that an unknown name is compared with
 
@@ -90,6 +94,7 @@ class LocalCatalog(Catalog):
         self._listing = Listing(holdings, database.counter.place if is_open else None)
         self._answers = Answers(retain)
         self._members = Members(database, node, security)
+        self._promise_log = LimitedLog(_log)
         if self._backend.has_stage:
             set_aside = self._backend.store.set_aside_ids
             self._database.register(node, [], "", FOREVER, serial=-1, set_aside=set_aside)
@@ -112,10 +117,8 @@ class LocalCatalog(Catalog):
                 self.holdings.activity.flight()
             return answer.info
         command = parse_get(descriptor)
-        expires = self._ticket_expiry()
         # The answer may be repeated for `max_age`, and its tickets must then still be valid for `retain`.
-        retain = self.retain + self._answers.max_age if self.retain else 0.0
-        record = self._find(command, retain)
+        record, expires = self._promised(lambda retain: self._find(command, retain), self._answers.max_age)
         name_only = descriptor.descriptor_type == flight.DescriptorType.CMD and len(command) == 1
         reference = self._listing.reference_info(record, descriptor) if name_only else None
         if reference is not None:
@@ -139,6 +142,32 @@ class LocalCatalog(Catalog):
         with self._advising(name, version):
             return self._database.find(name, version, retain)
 
+    def _promised(self, find: Callable[[float], T], extra: float = 0.0) -> tuple[T, float | None]:
+        """Find a version whose tickets are to stay valid for `retain` seconds, and `extra` more.
+
+        Args:
+            find: Returns the version. Its argument is the lifetime to record, which is 0 if none is guaranteed.
+            extra: The seconds to add to the lifetime.
+
+        Returns:
+            The result of `find`, and the earliest end of a ticket issued now; None if no lifetime is guaranteed, or it
+            cannot be recorded, for example on a full disk.
+        """
+        expires = time.time() + self.retain
+        if self.retain:
+            try:
+                return find(self.retain + extra), expires
+            except (DatasetNotFound, CatalogDamaged):
+                raise
+            except CatalogError as error:
+                self._promise_log.write(
+                    logging.WARNING,
+                    "recording the lifetime of a ticket failed, none is guaranteed: error=%s",
+                    error,
+                    event="promise",
+                )
+        return find(0.0), None
+
     @contextmanager
     def _advising(self, name: str, version: int | None = None) -> Iterator[None]:
         """Add advice to DatasetNotFound."""
@@ -151,10 +180,6 @@ class LocalCatalog(Catalog):
             else:
                 advice = "list those that are kept with client.versions(name) or dissociated versions"
             raise DatasetNotFound(f"{error}: {advice}") from None
-
-    def _ticket_expiry(self) -> float | None:
-        """Return the earliest end of a ticket issued now; None if no lifetime is guaranteed."""
-        return time.time() + self.retain if self.retain else None
 
     def current(self, names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
         return self._database.current(names)
@@ -198,8 +223,8 @@ class LocalCatalog(Catalog):
             )
         ticket = Request.parse(endpoint.ticket.ticket).ticket
         identifier, columns = self._registry.tickets.check(ticket, self._registry.now())
-        record, part = self._database.find_by_ticket(identifier, self.retain)
-        renewed = self._listing.endpoint(part, {}, earliest_expiry(self._ticket_expiry(), record.expires), columns)
+        (record, part), expires = self._promised(lambda retain: self._database.find_by_ticket(identifier, retain))
+        renewed = self._listing.endpoint(part, {}, earliest_expiry(expires, record.expires), columns)
         return bytes(renewed.serialize())
 
     def _open_remote(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
@@ -277,8 +302,8 @@ class LocalCatalog(Catalog):
         # Other nodes may take long to prepare their parts. Meanwhile, only these two locks are held.
         with self._locks.of_key(commit.key), self._locks.of_name(commit.name):
             if self._database.find_commit(commit.name, commit.key) is not None:
-                own = commit.by_node().get(self.node.id)
-                self._clean_up(lambda: None if own is None else self.discard(own.segment_names))
+                repeated = commit.by_node()
+                self._clean_up(*(partial(self._discard_on, id, own.segment_names) for id, own in repeated.items()))
                 return
             if commit.exists is not None:
                 self._check_exists(commit.name, commit.exists)
@@ -296,6 +321,13 @@ class LocalCatalog(Catalog):
             else:
                 self._commit_distributed(commit, by_node, 0 if current is None else current.number)
         self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([commit.key]))
+
+    def _discard_on(self, node: str, names: Sequence[str]) -> None:
+        """Remove segments from the stage of a node."""
+        if node == self.node.id:
+            self.discard(names)
+        elif names:
+            self._members.discard(self._members.find([node])[node], names)
 
     def _find_current(self, name: str) -> Version | None:
         """Return the current version of a dataset, or None if the dataset does not exist."""
@@ -554,6 +586,7 @@ class LocalCatalog(Catalog):
 
     def close(self) -> None:
         self._database.counter.close()
+        self._promise_log.close()
 
     def release(self) -> None:
         super().release()

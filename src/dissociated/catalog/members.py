@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -265,6 +265,11 @@ class Members:
         """Have a node make segments ready to be published. Return its answer: see `Catalog.prepare`."""
         with self._call(node) as peer:
             return peer.do_action("prepare", body)
+
+    def discard(self, node: NodeRecord, names: Sequence[str]) -> None:
+        """Remove segments from the stage of a node, which has to answer soon: a commit is locked meanwhile."""
+        with Peer(node.flight, self._security, _ANSWER_TIMEOUT) as peer:
+            peer.discard(names)
 
     def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
         """Return the stage of a node: see `Catalog.stage`. Raise CatalogError if no node is alive."""

@@ -64,7 +64,7 @@ class StoreBackend(Backend):
 
     def announce_evictions(
         self,
-        announce: Callable[[Sequence[Version]], AbstractContextManager[object]],
+        announce: Callable[[Sequence[Version]], AbstractContextManager[Sequence[Version]]],
         is_base: Callable[[Version], bool],
     ) -> None:
         self.store.eviction.announce = announce

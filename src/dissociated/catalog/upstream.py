@@ -205,8 +205,10 @@ class UpstreamCatalog(Catalog):
             self._problem = ""
 
     @contextmanager
-    def _announcing(self, versions: Sequence[Version]) -> Iterator[None]:
-        """Report versions as gone, which are then evicted in the `with` block.
+    def _announcing(self, versions: Sequence[Version]) -> Iterator[Sequence[Version]]:
+        """Report versions as gone and yield them, to be evicted in the `with` block.
+
+        If the upstream has just had other versions deleted, there may be enough room: then none is reported or yielded.
 
         The upstream decides the order of evictions and appends: it refuses to append to a version that was reported as
         gone. If it learned of an eviction later, it would first acknowledge an append to that version, and then have
@@ -216,9 +218,13 @@ class UpstreamCatalog(Catalog):
             CatalogUnreachable, DeadlineExceeded: The upstream does not answer.
             StoreFull: The upstream has not confirmed the report.
         """
+        store = self._backend.store
         with self._report_lock:
             try:
+                before = store.changes
                 self._report_changes()
+                if any(store.version(id) is None for id in store.changed(before) or ()):
+                    versions = ()
                 changes, self._reported_changes = self._reported_changes, None  # If this fails, report everything.
                 # The reply may just have had parts deleted, which only the next heartbeat reports.
                 assert changes is not None
@@ -229,11 +235,11 @@ class UpstreamCatalog(Catalog):
             except DissociatedError as error:
                 kind = type(error) if isinstance(error, CatalogUnreachable | DeadlineExceeded) else StoreFull
                 raise kind(
-                    f"the store {str(self._backend.store.directory)!r} is full, and the datasets that could be evicted "
+                    f"the store {str(store.directory)!r} is full, and the datasets that could be evicted "
                     f"stay until the catalog has recorded that: {error}"
                 ) from error
             try:
-                yield
+                yield versions
             except BaseException:
                 self._reported_changes = None
                 raise

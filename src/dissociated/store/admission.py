@@ -75,12 +75,12 @@ class Quota:
         for name in names:
             self._evicted.pop(_commit_key(name), None)
 
-    def copy(self, source: Path, target: Path) -> None:
-        """Reserve room for a segment and copy it to `target`. Raises the errors of `Store.reserve`."""
+    def copy(self, source: Path, target: Path, appends_to: str) -> None:
+        """Reserve room for a segment and copy it to `target`. See `Store.reserve`."""
         part = self._places.directory.staged_path(f"{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
         try:
             part.touch(0o600)
-            self.reserve(part.name, source.stat().st_size, 0)
+            self.reserve(part.name, source.stat().st_size, 0, appends_to)
             copy_file(source, part)
             part.rename(target)
         finally:

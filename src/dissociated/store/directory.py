@@ -58,6 +58,7 @@ from dissociated.store.numbers import Numbers, Removal
 _log = logging.getLogger(__name__)
 
 _DROPPED = "dropped"  # the file in the directory of a version that was dropped or replaced, and is not removed yet
+_REFUSED = "refused.json"  # the manifest of a version that was not published, and could not be recorded as prepared
 _SERIAL = re.compile(r"[0-9]{14,19}")  # the beginning of a version's id
 
 
@@ -223,8 +224,8 @@ class Directory(ProcessBound):
         return (self.segments / version.id).exists() or (self.staging / f"{version.id}.gone").exists()
 
     def sizes(self, version: Version) -> dict[int, int]:
-        """Return the bytes that the segments of a version take, by inode."""
-        return sizes(self.segments / version.id)
+        """Return the bytes that the segments of a version take, by inode, also if its removal has failed."""
+        return sizes(self.segments / version.id) or sizes(self.staging / f"{version.id}.gone")
 
     def is_used(self, version: Version, names: Mapping[int, int]) -> bool:
         """Return whether some memory of a version would remain in use after its removal.
@@ -243,8 +244,10 @@ class Directory(ProcessBound):
         write_atomically(directory / MANIFEST, encode_manifest(version))
 
     def confirm(self, version: Version) -> None:
-        """Replace the manifest of a committed version after its attributes have changed."""
-        self.describe(version, self.segments / version.id)
+        """Replace the manifest of a committed version, durably, after its attributes have changed."""
+        committed = self.segments / version.id
+        self.describe(version, committed)
+        sync(committed)
 
     def _publish(self, version: Version, draft: Path) -> None:
         """Turn a draft into a version with one rename. If this raises OSError, the version does not exist."""
@@ -330,6 +333,13 @@ class Directory(ProcessBound):
                 be undone.
         """
         committed, removed = self.segments / version.id, self.staging / f"{version.id}.gone"
+        if version.prepared and committed.exists():
+            # The manifest may say that it was published. An interrupted removal would then hide the version before it.
+            try:
+                self.confirm(version)
+            except OSError:
+                with suppress(FileNotFoundError):  # A full disk lets the rename pass.
+                    (committed / MANIFEST).rename(committed / _REFUSED)
         with suppress(FileNotFoundError):
             committed.rename(removed)
         try:
@@ -382,6 +392,8 @@ class Directory(ProcessBound):
         """Finish a removal that was interrupted. Without a mark its reason is unknown, so it counts as lost."""
         lost = not (removed / _DROPPED).exists()
         version = None
+        with suppress(OSError, StoreError, *DAMAGE):
+            version = replace(decode_manifest((removed / _REFUSED).read_bytes()), prepared=True)
         with suppress(OSError, StoreError, *DAMAGE):  # the manifest is removed already, or damaged
             version = decode_manifest((removed / MANIFEST).read_bytes())
         self._move_to_trash(removed, version, lost)
@@ -434,7 +446,7 @@ def sizes(directory: Path) -> dict[int, int]:
         is_complete = True
         for parent, _, names in os.walk(directory):
             for name in names:
-                if name in (MANIFEST, _DROPPED):  # a few kB, for which no room is reserved
+                if name in (MANIFEST, _DROPPED, _REFUSED):  # a few kB, for which no room is reserved
                     continue
                 try:
                     status = os.lstat(os.path.join(parent, name))

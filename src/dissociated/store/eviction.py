@@ -62,8 +62,8 @@ class Eviction:
     - `is_exposed` returns whether clients know the addresses of a version, to fetch from its memory themselves. The
       kernel counts exposed memory as used until `withdraw` ends the exposure.
     - `announce`, if it is not None, returns a context manager, in which versions are evicted that clients may still
-      look up. On entry, it tells the catalog that they are gone, or raises StoreFull, CatalogUnreachable or
-      DeadlineExceeded.
+      look up. On entry, it tells the catalog that they are gone and returns them, or raises StoreFull,
+      CatalogUnreachable or DeadlineExceeded. It returns none if the catalog has just had other versions deleted.
     - `is_base` returns whether an append may extend a version: not if a later one, on another node, has replaced it.
     - `on_evicted` is called after a version was removed to make room, and `on_spilled` after it has moved to disk.
     """
@@ -72,7 +72,7 @@ class Eviction:
         self.in_use: Callable[[Version], bool] = lambda version: False
         self.is_exposed: Callable[[Version], bool] = lambda version: False
         self.withdraw: Callable[[Version], None] = lambda version: None
-        self.announce: Callable[[Sequence[Version]], AbstractContextManager[object]] | None = None
+        self.announce: Callable[[Sequence[Version]], AbstractContextManager[Sequence[Version]]] | None = None
         self.is_base: Callable[[Version], bool] = lambda version: True
         self.on_evicted: Callable[[Version], None] = lambda version: None
         self.on_spilled: Callable[[Version], None] = lambda version: None
@@ -96,16 +96,16 @@ class Eviction:
         with suppress(_EvictionPending):
             return operation()
         with self._announcing, ExitStack() as locked:
-            while True:  # Each round evicts a version, and an operation that finds none to evict ends the loop.
+            while True:  # A version goes in each round, and an operation that finds none to evict ends the loop.
                 try:
                     return operation()
                 except _EvictionPending as pending:
                     locked.close()
                     assert self.announce is not None
-                    with self.announce(pending.versions):
+                    with self.announce(pending.versions) as announced:
                         # The lock is kept until the operation was repeated, so that no other writer takes the room.
                         locked.enter_context(lock())
-                        for version in pending.versions:
+                        for version in announced:
                             if (entry := self._places.contents.get(version.id)) is not None:
                                 self.evict(entry[0])
                                 pending.on_evicted(entry[0])

@@ -53,7 +53,7 @@ from dissociated.store.directory import Directory, SetAside
 from dissociated.store.eviction import Eviction, Policy
 from dissociated.store.files import PARTIAL_SUFFIX, Reserve
 from dissociated.store.keys import CommitKey
-from dissociated.store.memfds import Memfds
+from dissociated.store.memfds import FD, Memfds
 from dissociated.store.numbers import Removal
 from dissociated.store.places import Places, Usage
 from dissociated.store.segment import Segment, SegmentWriter
@@ -427,7 +427,13 @@ class Store(ProcessBound):
                 segments_digest=digest,
             )
             on_disk = previous is not None and not self._places.in_memory(previous)
-            self._places.commit(version, paths, self._quota.copy, on_disk)
+            opened = {path: FD / str(segment.descriptor) for path, segment in zip(paths, segments, strict=True)}
+
+            def copy(source: Path, target: Path) -> None:
+                # Making room may close the memfd at `source`, and another file may get the number of its descriptor.
+                self._quota.copy(opened[source], target, "" if previous is None else previous.name)
+
+            self._places.commit(version, paths, copy, on_disk)
             if pending:
                 version = self._places.mark(version, prepared=True)
             self._unstage_committed(names)
