@@ -439,3 +439,4 @@ def test_a_file_that_is_written_anew_in_its_place_is_not_read_as_what_it_was(tmp
                 client.read("t", transport=transport).read_all()
         server.publish("t", path)
         assert client.read("t").read_all() == new
+            assert str(tmp_path) not in str(refused.value)
