@@ -20,7 +20,7 @@ from dissociated.codec.split import batches as split_batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
-from dissociated.errors import CatalogError, SourceError, StoreError
+from dissociated.errors import CatalogError, FormatError, SourceError, StoreError
 from dissociated.format.encapsulated import encapsulate, end_of_stream
 from dissociated.format.record_batch import encode_record_batch
 from dissociated.protocol.request import Selection
@@ -133,6 +133,16 @@ def test_columns_with_names_that_are_not_utf8_cannot_be_published(tmp_path: Path
                 server.publish("misnamed", source)
         with pytest.raises(SourceError, match="the name of a column is not UTF-8"):
             server.publish("misnamed", table.to_reader(), live=dis.Live())
+
+
+def test_a_table_of_very_deep_types_cannot_be_published() -> None:
+    """A Table is measured before it is encoded, which checks the depth."""
+    deep = pa.int8()
+    for _ in range(500):
+        deep = pa.list_(deep)
+    refused = pytest.raises(FormatError, match="field 'a' is nested 501 levels deep; max_recursion_depth is 64")
+    with dis.Server([], catalog=None) as server, refused:
+        server.publish("deep", pa.schema([("a", deep)]).empty_table())
 
 
 @pytest.mark.parametrize("once", [iter(TABLE.to_batches()), (batch for batch in TABLE.to_batches()), TABLE.to_reader()])
