@@ -28,7 +28,7 @@ from dissociated.errors import SourceError
 from dissociated.format.encapsulated import encapsulate
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from support.helpers import case, clients_end, commit_of, descriptors, wait_until
+from support.helpers import case, clients_end, commit_of, descriptors, misnamed, wait_until
 from support.injection import SQLiteFault
 
 TABLE = pa.table({"n": pa.array([1, 2, 3], pa.int64())})
@@ -359,6 +359,16 @@ def test_a_put_that_is_refused_leaves_nothing(node: Node, plain: flight.FlightCl
         put(plain, command(name="d", mode="append"), pa.table({"s": ["a"]}))
     assert read(plain, path("d")) == [1, 2, 3]
     assert list(node.store.staging.iterdir()) == []
+
+
+def test_a_put_of_columns_with_unreadable_names_is_refused_at_once(
+    node: Node, plain: flight.FlightClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    for column in (pa.array([], pa.int64()), pa.array([{"x": 1}])):
+        with pytest.raises(flight.FlightServerError, match="the name of a column is not UTF-8") as refused:
+            put(plain, path("d"), misnamed(pa.table({"NAME": column})))
+        assert str(node.store.directory) not in str(refused.value)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 # Several nodes

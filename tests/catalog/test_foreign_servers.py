@@ -16,7 +16,7 @@ from dissociated.base.host import boot_id
 from dissociated.cli import main
 from dissociated.errors import CatalogError, DatasetNotFound, WrongKind
 from support.certificates import Certificates
-from support.helpers import connections_left
+from support.helpers import connections_left, misnamed
 
 TABLE = pa.table({"n": [1, 2, 3]})
 REUSE = "arrow-flight-reuse-connection://?"
@@ -273,6 +273,19 @@ def test_what_is_listed_is_found_by_the_name_that_it_is_listed_by(server: Flight
         assert [info.name for info in client.list(name[:1])] == [name]
         assert client.list("z") == client.list(tags={"a": "b"}) == []
     assert "\udcff" not in client
+
+
+def test_a_dataset_with_an_unreadable_schema_is_listed_with_the_others(
+    server: Flights, client: dis.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.add("good", endpoint())
+    schema = misnamed(pa.table({"NAME": [1]})).schema
+    server.infos[b"bad"] = flight.FlightInfo(schema, flight.FlightDescriptor.for_path("bad"), [endpoint()])
+    assert [(info.name, info.schema.names) for info in client.list()] == [("bad", []), ("good", ["n"])]
+    assert "schema of a dataset is unreadable" in caplog.text
+    assert client.read("good").read_all() == TABLE
+    with pytest.raises(CatalogError, match="sent an unreadable schema for 'bad'"):
+        client.read("bad")
 
 
 class Mute(Flights):

@@ -467,6 +467,15 @@ def test_a_stream_without_its_end_is_not_published(tmp_path: Path, options: dict
             assert client.put("ends", pa.ipc.open_stream(path)) == content.num_rows
 
 
+def test_compressed_values_that_libarrow_would_misread_are_not_published_from_a_pipe(catalog: str) -> None:
+    sink = io.BytesIO()
+    old = pa.ipc.IpcWriteOptions(compression="lz4", metadata_version=pa.ipc.MetadataVersion.V4)
+    with pa.ipc.new_stream(sink, TABLE.schema, options=old) as writer:
+        writer.write_table(TABLE)
+    put = call("put", "-", f"{catalog}/old", given=sink.getvalue())
+    assert (put.returncode, "its metadata is older than V5" in put.stderr) == (1, True)
+
+
 def test_a_stream_that_something_follows_is_not_published(tmp_path: Path) -> None:
     """Readers would ignore the trailing data. The statistics after a segment are part of it."""
     path, segment = tmp_path / "some.arrows", tmp_path / "segment"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import FormatError, OptionError, StoreError
-from dissociated.ipc import FileReader, StreamReader, open_file, open_stream
+from dissociated.ipc import CollectListener, FileReader, StreamDecoder, StreamReader, open_file, open_stream
 from dissociated.ipc.files import open_either
 from memory.maps import buffers, mappings, origins
 from support import arrow_cases
@@ -234,6 +234,27 @@ def test_every_way_to_write_it(options: dict[str, Any]) -> None:
             reader.pre_buffer_metadata()
             assert reader.to_record_batches() == BATCHES
             assert reader.metadata is None
+
+
+def test_compressed_bodies_with_metadata_before_v5_are_refused(tmp_path: Path) -> None:
+    """Libarrow writes them for those who ask it to, and then takes the compressed bytes for values."""
+    old = pa.ipc.IpcWriteOptions(compression="lz4", metadata_version=pa.ipc.MetadataVersion.V4)
+    path = tmp_path / "old.arrow"
+    for new in (pa.ipc.new_stream, pa.ipc.new_file):
+        sink = io.BytesIO()
+        with new(sink, SCHEMA, options=old) as writer:
+            writer.write_batch(BATCHES[0])
+        content = sink.getvalue()
+        path.write_bytes(content)
+        sources = (content, path, io.BytesIO(content), pa.OSFile(str(path)), pa.memory_map(str(path)))
+        for source, memory_map in [*((source, True) for source in sources), (path, False)]:
+            with (
+                case(f"{new.__name__}, {type(source)}"),
+                pytest.raises(FormatError, match="its metadata is older than V5"),
+            ):
+                pa.Table.from_batches(open_either(source, memory_map=memory_map))
+        with pytest.raises(FormatError, match="its metadata is older than V5"):
+            StreamDecoder(CollectListener()).consume(content)
 
 
 def test_dictionaries_that_grow() -> None:

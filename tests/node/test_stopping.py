@@ -18,7 +18,7 @@ from support.nodes import READER, kill, put, spawn
 from support.processes import Process, Start
 
 ROWS = 200_000
-BIG = 2_500_000  # rows, which no socket holds
+BIG = 4_000_000  # rows, which no socket holds
 
 HOLDER = """
 import hashlib, sys, pyarrow as pa, dissociated as dis

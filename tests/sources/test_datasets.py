@@ -20,7 +20,7 @@ from dissociated.codec.split import batches as split_batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
-from dissociated.errors import CatalogError, SourceError, StoreError
+from dissociated.errors import CatalogError, FormatError, SourceError, StoreError
 from dissociated.format.encapsulated import encapsulate, end_of_stream
 from dissociated.format.record_batch import encode_record_batch
 from dissociated.protocol.request import Selection
@@ -28,7 +28,7 @@ from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.training import Batches
 from ipc.vectors import BATCH, END, SCHEMA
 from support.certificates import Certificates
-from support.helpers import case
+from support.helpers import case, misnamed
 from support.processes import Start
 
 TABLE = pa.table({"n": [1, 2, 3], "s": ["a", None, "c"]}, metadata={"a": "b"})
@@ -115,6 +115,34 @@ def failing() -> Any:
 def test_what_cannot_be_published(source: Any, problem: str) -> None:
     with pytest.raises(SourceError, match=problem):
         make_dataset("data", source)
+
+
+def test_columns_with_names_that_are_not_utf8_cannot_be_published(tmp_path: Path) -> None:
+    """A client could list no dataset of a catalog with such a column."""
+    table = misnamed(pa.table({"NAME": [1]}))
+    sources: dict[str, Any] = {"table": table, "batch": table.to_batches()[0], "callable": table.to_reader}
+    for name, content in (("a.csv", b"id,Gr\xf6\xdfe\n1,2\n"), ("a.jsonl", b'{"\xff": 1}\n')):
+        sources[name] = tmp_path / name
+        sources[name].write_bytes(content)
+    sources["parquet"] = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"NAME": [1]}), sources["parquet"], store_schema=False)
+    sources["parquet"].write_bytes(sources["parquet"].read_bytes().replace(b"NAME", b"N\xffME"))
+    with dis.Server([], catalog=None) as server:
+        for kind, source in sources.items():
+            with case(kind), pytest.raises(SourceError, match="'utf-8' codec can't decode"):
+                server.publish("misnamed", source)
+        with pytest.raises(SourceError, match="the name of a column is not UTF-8"):
+            server.publish("misnamed", table.to_reader(), live=dis.Live())
+
+
+def test_a_table_of_very_deep_types_cannot_be_published() -> None:
+    """A Table is measured before it is encoded, which checks the depth."""
+    deep = pa.int8()
+    for _ in range(500):
+        deep = pa.list_(deep)
+    refused = pytest.raises(FormatError, match="field 'a' is nested 501 levels deep; max_recursion_depth is 64")
+    with dis.Server([], catalog=None) as server, refused:
+        server.publish("deep", pa.schema([("a", deep)]).empty_table())
 
 
 @pytest.mark.parametrize("once", [iter(TABLE.to_batches()), (batch for batch in TABLE.to_batches()), TABLE.to_reader()])
@@ -437,7 +465,8 @@ def test_a_file_that_is_written_anew_in_its_place_is_not_read_as_what_it_was(tmp
         with pytest.raises(dis.DissociatedError, match="was modified after it was published"):
             begun.read_all()
         for transport in ("shm", "tcp", "grpc"):
-            with pytest.raises(dis.DissociatedError, match="was modified after it was published"):
+            with pytest.raises(dis.DissociatedError, match="the file was modified after it was published") as refused:
                 client.read("t", transport=transport).read_all()
+            assert str(tmp_path) not in str(refused.value)
         server.publish("t", path)
         assert client.read("t").read_all() == new

@@ -183,6 +183,17 @@ def test_quoted_line_breaks_split_no_rows_between_blocks(client: dis.Client, tmp
         assert table["a"].unique().to_pylist() == [value]
 
 
+def test_a_quoted_line_break_between_blocks_keeps_its_line_feed(tmp_path: Path) -> None:
+    """Libarrow parses blocks of 16 MiB. The first ends with the CR of a CR LF."""
+    begin = "id,text\r\n" + f"1,{'x' * 1020}\r\n" * 16_000 + '2,"'
+    value = "y" * ((1 << 24) - len(begin) - 1) + "\r\nsecond line"
+    text = f'{begin}{value}"\r\n3,last\r'.encode()
+    path = tmp_path / "lines.csv"
+    path.write_bytes(text)
+    for source in str(path), io.BytesIO(text):
+        assert open_text("-", source, "csv").read_all()["text"][-2:].to_pylist() == [value, "last"]
+
+
 def test_blank_lines_of_a_single_column_are_null(client: dis.Client, tmp_path: Path) -> None:
     """Libarrow's CSVWriter writes null as nothing. Several columns have a comma in every row."""
     path = tmp_path / "column.csv"

@@ -60,6 +60,14 @@ def commit_of(
     return dis.Commit(name, staged, schema, **options)
 
 
+def misnamed(table: pa.Table) -> pa.Table:
+    """Return `table` with a name that is not UTF-8 in place of each column name NAME, as damaged files have it."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return pa.ipc.open_stream(sink.getvalue().to_pybytes().replace(b"NAME", b"N\xffME")).read_all()
+
+
 def serving(server: dis.Server) -> set[threading.Thread]:
     """Return the threads that serve one connection each, by their names."""
     names = tuple(f"serve {uri} " for uri in server.endpoints.listener_uris())

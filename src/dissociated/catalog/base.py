@@ -22,13 +22,14 @@ from dissociated.base.host import boot_id, directory_id, host_name
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.holdings import Holdings
 from dissociated.codec import schemas
+from dissociated.codec.reader import check_field_names
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.control.access import Security
 from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.flight_streams import receive_put
 from dissociated.control.version import NodeRecord, Version
 from dissociated.datasets.base import Dataset, IsGone
-from dissociated.errors import CatalogError, DissociatedError
+from dissociated.errors import CatalogError, DissociatedError, FormatError
 from dissociated.monitoring.status import NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
 from dissociated.store.layout import commit_key_of
@@ -202,7 +203,11 @@ class Catalog(ABC):
         An incomplete stream leaves nothing behind. A stream is incomplete if `cancelled` returns True at its end, or if
         the command announces an end marker and the marker is missing or wrong.
         """
-        commit = Commit.parse_options(command, reader.schema)  # Check the command before any data moves.
+        try:
+            schema = check_field_names(reader.schema)
+        except UnicodeDecodeError as error:
+            raise FormatError(f"the name of a column is not UTF-8: {error}") from None
+        commit = Commit.parse_options(command, schema)  # Check the command before any data moves.
         return self._write_put(commit, command, receive_put(reader, cancelled, bool(command.get("end"))))
 
     def _write_put(

@@ -14,12 +14,13 @@ import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.filter.statistics import MAX_STATISTICS
+from dissociated.codec.reader import StreamReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.file import PARQUET, check_rest, foreign_kind
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.text import TEXT_FORMATS, open_text, text_file
-from dissociated.errors import OptionError, SourceError, StoreError
+from dissociated.errors import FormatError, OptionError, SourceError, StoreError
 
 _STDIN = Path("-")
 
@@ -72,8 +73,8 @@ def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
         raise SourceError("the standard input is empty")
     try:
         file = _StreamFile(stdin)
-        reader = pa.ipc.open_stream(file)
-    except pa.ArrowException:
+        reader = StreamReader(file)
+    except FormatError:
         raise SourceError(
             "the standard input is not Arrow IPC or Parquet: give --format csv or jsonl for text"
         ) from None

@@ -7,6 +7,7 @@ anything in any way; their descriptors, criteria and `app_metadata` can have any
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections import deque
@@ -24,6 +25,8 @@ from dissociated.control.change_counter import CounterPlace, CounterView
 from dissociated.control.dataset_info import DatasetInfo, DatasetList
 from dissociated.control.descriptors import descriptor_name
 from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound, RemoteProtocolError
+
+_log = logging.getLogger(__name__)
 
 _ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")  # a byte that is not UTF-8, as `descriptor_name` escapes it
 _OUR_ACTION = "committed"
@@ -80,7 +83,22 @@ class Lookup:
                     "dataset by its name"
                 ) from None
 
-        return [self._parse(info, descriptor_name(info.descriptor)) for info in self._calls.call(list_flights)]
+        return [self._parse_listed(info) for info in self._calls.call(list_flights)]
+
+    def _parse_listed(self, info: Any) -> DatasetInfo:
+        """Parse an entry of the list. A dataset whose schema is missing or unreadable has an empty one there.
+
+        The other datasets can be found and read all the same. `describe` raises the error.
+        """
+        name = descriptor_name(info.descriptor)
+        try:
+            schema = pa.schema([]) if info.schema is None else check_field_names(info.schema)
+        except (pa.ArrowException, ValueError, OSError) as error:
+            _log.warning(
+                "schema of a dataset is unreadable: server=%s dataset=%r error=%s", self._calls.uri, name, error
+            )
+            schema = pa.schema([])
+        return DatasetInfo.parse(info, schema, name)
 
     def _is_ours(self) -> bool:
         try:
@@ -229,13 +247,11 @@ class Lookup:
             self._answers.appendleft((answer, info))
         return info
 
-    def _parse(self, info: Any, name: str, descriptor: Any = None) -> DatasetInfo:
-        """Parse a description of the dataset `name`. With the `descriptor`, a missing schema can be requested."""
+    def _parse(self, info: Any, name: str, descriptor: Any) -> DatasetInfo:
+        """Parse the description of the dataset `name` that the server gave for `descriptor`."""
         try:
             schema = info.schema  # None if the server does not send it
-            if schema is None and descriptor is None:
-                schema = pa.schema([])
-            elif schema is None:
+            if schema is None:
                 schema = self._get_schema(descriptor, name)
             return DatasetInfo.parse(info, check_field_names(schema), name)
         except (pa.ArrowException, ValueError, OSError) as error:

@@ -20,7 +20,14 @@ from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import PeerReader, Readable, Reading, StreamReader, close_idle
 from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.format.encapsulated import END_OF_STREAM
-from dissociated.format.message import buffer_extents, is_compressed, relocate, uncompressed_length
+from dissociated.format.message import (
+    MISREAD,
+    buffer_extents,
+    is_compressed,
+    is_misread,
+    relocate,
+    uncompressed_length,
+)
 from dissociated.memory.region import AddressSpace
 from dissociated.protocol.delivery import Delivery
 
@@ -108,9 +115,11 @@ class StreamFile(Readable, ABC):
             if not is_compressed(header):
                 self._uncompressed = header
                 return
-            length = uncompressed_length(header, body)
+            misread, length = is_misread(header), uncompressed_length(header, body)
         except RemoteProtocolError:
             return  # libarrow will report the damage
+        if misread:
+            raise self._error_type(MISREAD)
         if length > self._max_body:
             raise self._error_type(
                 f"a body of {len(body)} bytes would have {length} bytes when decompressed; at most {self._max_body} "

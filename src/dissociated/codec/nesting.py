@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
 
 def contains(type_: pa.DataType, is_wanted: Callable[[pa.DataType], bool]) -> bool:
     """Return whether `is_wanted` is true for the type or any type nested in it."""
-    return is_wanted(type_) or any(contains(inner, is_wanted) for inner in inner_types(type_))
+    return any(is_wanted(inner) for inner, _ in nested_types(type_))
+
+
+def nested_types(type_: pa.DataType) -> Iterator[tuple[pa.DataType, int]]:
+    """Yield the type and all types nested in it, each with its depth, which is 1 for the type itself.
+
+    The types in an extension type or a dictionary have the depth of that type. There is no recursion, for which a type
+    may be too deep.
+    """
+    remaining = [(type_, 1)]
+    while remaining:
+        outer, depth = remaining.pop()
+        yield outer, depth
+        inner_depth = depth if is_extension(outer) or pa.types.is_dictionary(outer) else depth + 1
+        remaining += ((inner, inner_depth) for inner in inner_types(outer))
 
 
 def has_children(type_: pa.DataType) -> bool:

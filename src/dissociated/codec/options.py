@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from dissociated.codec.nesting import inner_types, is_extension
+from dissociated.codec.nesting import nested_types
 from dissociated.errors import FormatError, OptionError
 
 #: The deepest nesting of types: libarrow's own limit, which pyarrow cannot raise.
@@ -196,8 +196,7 @@ def _check_depth(schema: pa.Schema, limit: int) -> None:
 def _depth(type_: pa.DataType) -> int:
     if type(type_) is pa.DataType:  # pyarrow has subclasses for types that have parameters or other types in them
         return 1
-    inner = max(map(_depth, inner_types(type_)), default=0)
-    return inner if is_extension(type_) or pa.types.is_dictionary(type_) else 1 + inner
+    return max(depth for _, depth in nested_types(type_))
 
 
 _DEFAULTS: dict[type, Any] = {kind: kind() for kind in (ReadOptions, WriteOptions)}

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import pyarrow as pa
 
+from dissociated.base.buffers import Buffer
 from dissociated.base.exit import hold_at_exit, section
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.errors import (
@@ -21,6 +22,7 @@ from dissociated.errors import (
     TransportError,
 )
 from dissociated.format.encapsulated import FILE_MAGIC, encapsulate
+from dissociated.format.message import MISREAD, is_misread
 
 T = TypeVar("T")
 
@@ -101,6 +103,34 @@ def close_idle(source: Generator[object, None, None]) -> None:
         # before the call could be outdated.
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
+
+
+class _CheckedFile(Readable):
+    """A file of a stream. Reading raises FormatError for a message that libarrow would misread.
+
+    libarrow reads the length of the metadata, four bytes, then the metadata, and then the whole body.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._read: Callable[[int], Buffer] = file.read_buffer if isinstance(file, pa.NativeFile) else file.read
+        self._length = -1  # the value of the last four bytes, if they were read by themselves
+
+    def read(self, size: int) -> Buffer:
+        content = self._read(size)
+        if size == self._length and is_misread(bytes(content)):
+            raise FormatError(MISREAD)
+        self._length = int.from_bytes(content, "little") if size == 4 else -1
+        return content
+
+
+def _checked_source(source: Any) -> _CheckedFile:
+    """Return a source that pyarrow accepts (memory, a file or a path) as a `_CheckedFile`."""
+    if hasattr(source, "read"):
+        return _CheckedFile(source)
+    try:
+        return _CheckedFile(pa.BufferReader(source))
+    except TypeError:
+        return _CheckedFile(pa.input_stream(source))
 
 
 class Reading:
@@ -205,8 +235,13 @@ class StreamReader(OneTimeReader, pa.ipc.RecordBatchStreamReader):  # type: igno
         hold_at_exit()
         options = check_options(options, ReadOptions)
         with arrow_errors(self.error_type):
+            source = self._checked(source)
             super().__init__(source, options=options.to_pyarrow(), memory_pool=options.memory_pool)
         options.check_depth(self.schema)
+
+    def _checked(self, source: Any) -> Any:
+        """Return a source of the same stream that refuses messages which libarrow would misread."""
+        return source if isinstance(source, Readable) else _checked_source(source)
 
     def __iter__(self) -> Self:
         self._begin()
@@ -276,3 +311,6 @@ class PeerReader(StreamReader):
     """
 
     error_type = RemoteProtocolError
+
+    def _checked(self, source: Any) -> Any:
+        return source  # the receiver has checked the messages

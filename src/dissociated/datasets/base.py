@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pyarrow as pa
 
 from dissociated.base.buffers import metadata_too_long
+from dissociated.codec.reader import check_field_names
 from dissociated.codec.split import Splitter
 from dissociated.errors import OptionError, ReadOnce, SourceError
 from dissociated.memory.device.segment import DeviceSegment
@@ -58,6 +59,11 @@ class Dataset(ABC):
     exhausted = False
 
     def __init__(self, name: str, schema: pa.Schema) -> None:
+        """Raise SourceError if the name of a column is not UTF-8, which no client could read."""
+        try:
+            check_field_names(schema)
+        except UnicodeDecodeError as error:
+            raise SourceError(f"cannot publish {name!r}: the name of a column is not UTF-8 ({error})") from None
         self.name = name
         self.schema = schema
         #: The number of connections that receive this dataset or hold leases of it.

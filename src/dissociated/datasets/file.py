@@ -57,10 +57,11 @@ FileState: TypeAlias = tuple[int, int, int, int]
 
 def _check_unchanged(path: Path, descriptor: int, published: FileState) -> None:
     if file_state(os.fstat(descriptor)) != published:
-        raise SourceError(
-            f"{str(path)!r} was modified after it was published: publish the file anew; to serve the old content "
-            "meanwhile, write a new file and rename it"
+        changed = (
+            "was modified after it was published: publish the file anew; to serve the old content meanwhile, write a "
+            "new file and rename it"
         )
+        raise SourceError.for_peer(f"{str(path)!r} {changed}", f"the file {changed}")
 
 
 def file_state(status: os.stat_result) -> FileState:

@@ -57,7 +57,7 @@ def parquet_file(name: str, path: Path, options: WriteOptions | None) -> Dataset
             rows=file.metadata.num_rows,
             min_size=_min_size(file.schema_arrow, file.metadata),
         )
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowInvalid, UnicodeDecodeError) as error:  # the last for names of columns
         raise SourceError(f"cannot read {str(path)!r}: {error}") from error
 
 

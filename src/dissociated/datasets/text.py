@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dissociated.codec.options import WriteOptions
+from dissociated.codec.reader import Readable
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.file import file_state, unchanged_reader
 from dissociated.datasets.source_errors import concealed, source_errors
@@ -105,11 +106,12 @@ def _open_csv(source: Any, use_threads: bool | None = None, **convert: Any) -> p
         options.skip_rows = blank_lines
         parsing.ignore_empty_lines = False
         # With one byte more, the first block ends as it does in the whole text, so that the types are the same.
-        first_block = pa.BufferReader(_beginning(source, _BLOCK_SIZE + 1))
+        first_block = _CsvBlocks(io.BytesIO(_beginning(source, _BLOCK_SIZE + 1)))
         schema = pyarrow.csv.open_csv(first_block, options, parsing, pyarrow.csv.ConvertOptions(**convert)).schema
         if schema.types[0] in (pa.string(), pa.binary()):  # in which neither words such as NA nor "" are null
             convert |= {"null_values": [""], "strings_can_be_null": True, "quoted_strings_can_be_null": False}
-    return pyarrow.csv.open_csv(source, options, parsing, pyarrow.csv.ConvertOptions(**convert))
+    blocks = _CsvBlocks(source if isinstance(source, _WatchedText) else pa.input_stream(source))
+    return pyarrow.csv.open_csv(blocks, options, parsing, pyarrow.csv.ConvertOptions(**convert))
 
 
 def _header(source: Any) -> tuple[int, int]:
@@ -281,6 +283,25 @@ def _json_integers(value: Any, type_: pa.DataType, path: tuple[str, ...]) -> Ite
     elif pa.types.is_list(type_) and isinstance(value, list):
         for element in value:
             yield from _json_integers(element, type_.value_type, path)
+
+
+class _CsvBlocks(Readable):
+    """CSV of which no read ends within CR LF.
+
+    libarrow parses each read as a block. If a block ends with CR, it drops an LF at the beginning of the next block,
+    even within a quoted value.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._following = b""  # bytes that were read already and belong to the next block
+
+    def read(self, size: int) -> bytes:
+        text: bytes = self._following + self._source.read(size - len(self._following))
+        self._following = self._source.read(1) if text.endswith(b"\r") else b""
+        if self._following == b"\n" and len(text) > 1:
+            text, self._following = text[:-1], b"\r\n"
+        return text
 
 
 class _WatchedText(io.RawIOBase):

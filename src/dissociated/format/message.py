@@ -153,10 +153,22 @@ def _parse(header: bytes) -> Header:
     at, count = _buffers(header, table, type_)
     if type_ is HeaderType.TENSOR or not fields(header, table, 4)[3]:
         return Header(type_, body_length, body_length_at, at, count)
+    return Header(type_, body_length, body_length_at, at, count, misread=is_before_v5(header))
+
+
+def is_before_v5(header: Buffer) -> bool:
+    """Return whether the metadata version of a valid message is older than V5."""
     root = _u32(header)[0]
     version_at = fields(header, root, 1)[0]
-    misread = not version_at or _i16(header, root + version_at)[0] < V5
-    return Header(type_, body_length, body_length_at, at, count, misread=misread)
+    return not version_at or bool(_i16(header, root + version_at)[0] < V5)
+
+
+def is_misread(header: Buffer) -> bool:
+    """Return whether these bytes are a message that is `misread`. libarrow refuses bytes that are no message."""
+    try:
+        return is_before_v5(header) and _parse(header).misread
+    except (struct.error, IndexError, RemoteProtocolError):
+        return False
 
 
 def _buffers(header: bytes, table: int, type_: HeaderType) -> tuple[int, int]:

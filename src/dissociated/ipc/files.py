@@ -20,10 +20,10 @@ from dissociated.codec.writer import ReadStats
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError, StoreError
 from dissociated.format.encapsulated import CONTINUATION, FILE_MAGIC, FOOTER_TAIL
 from dissociated.format.footer import Footer, parse_footer
-from dissociated.format.message import HeaderType, parse_header, row_count
+from dissociated.format.message import MISREAD, HeaderType, is_misread, parse_header, row_count
 from dissociated.ipc.opening import random_access, sequential
 from dissociated.ipc.raw_files import file_errors
-from dissociated.ipc.source import ByteRange, RandomAccess, coalesced
+from dissociated.ipc.source import ByteRange, FileSource, Prefetched, RandomAccess, coalesced
 
 
 class FileReader:
@@ -45,6 +45,7 @@ class FileReader:
         self._end = footer_offset or source.size
         self._options = options
         self._lock = threading.Lock()  # libarrow's reader is not thread-safe
+        self._dictionaries_checked = False
         with arrow_errors(FormatError):
             self._reader: Any = pa.ipc.RecordBatchFileReader(
                 source.native(), footer_offset, options=options.to_pyarrow(), memory_pool=options.memory_pool
@@ -95,9 +96,9 @@ class FileReader:
     def get_batch_with_custom_metadata(self, i: int) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
         """Return batch number `i`, counted from 0, and the custom metadata of its message."""
         self._check((i,))
-        with arrow_errors(FormatError), self._lock:
-            both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = self._native().get_batch_with_custom_metadata(i)
-            return both
+        self._native()
+        # Of a mapped batch, perhaps only some pages are needed.
+        return self._decode(i, self._fetch((i,)) if isinstance(self._source, FileSource) else None)
 
     def read_together(self, indices: Sequence[int]) -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]:
         """Read several batches with one read, from the beginning of the first to the end of the last.
@@ -113,14 +114,9 @@ class FileReader:
         """
         self._check(indices)
         self._native()
-        piece = None
-        if indices and not self._options.included_fields:
-            spans = [self._span(index) for index in indices]
-            piece = self._source.fetch(min(start for start, _ in spans), max(end for _, end in spans))
+        piece = self._fetch(indices)
         for index in indices:
-            with arrow_errors(FormatError), self._lock, self._source.offer(piece):
-                both = self._native().get_batch_with_custom_metadata(index)
-            yield both
+            yield self._decode(index, piece)
 
     def count_rows(self) -> int:
         """Return the number of rows of all batches. Only metadata is read, no bodies."""
@@ -166,6 +162,27 @@ class FileReader:
             self._reader = None
         self._source.close()
 
+    def _fetch(self, indices: Sequence[int]) -> Prefetched | None:
+        """Read whole batches. Return None if only some fields are included, or a later read costs nothing."""
+        if not indices or self._options.included_fields:
+            return None
+        spans = [self._span(index) for index in indices]
+        with arrow_errors(FormatError):
+            return self._source.fetch(min(start for start, _ in spans), max(end for _, end in spans))
+
+    def _decode(self, index: int, piece: Prefetched | None) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
+        """Decode a batch. Raise FormatError if libarrow would misread the batch or a dictionary."""
+        with arrow_errors(FormatError), self._lock, self._source.offer(piece):
+            reader = self._native()
+            blocks = self.footer.record_batches[index : index + 1].tolist()
+            if not self._dictionaries_checked:  # libarrow reads all dictionaries with the first batch
+                blocks += self.footer.dictionaries.tolist()
+            if any(is_misread(self._header(start, length)) for start, length, _ in blocks):
+                raise FormatError(MISREAD)
+            self._dictionaries_checked = True
+            both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = reader.get_batch_with_custom_metadata(index)
+            return both
+
     def _native(self) -> Any:
         if self._reader is None:
             raise StoreError("this reader of an Arrow IPC file is closed")
@@ -182,9 +199,13 @@ class FileReader:
         start, metadata_length, body_length = self.footer.record_batches[index].tolist()
         return start, start + metadata_length + body_length
 
+    def _header(self, offset: int, metadata_length: int) -> bytes:
+        """Return the flatbuffer of the message at `offset`."""
+        encapsulated: bytes = self._source.read(offset, metadata_length).to_pybytes()
+        return encapsulated[8:] if encapsulated.startswith(CONTINUATION) else encapsulated[4:]
+
     def _rows(self, offset: int, metadata_length: int) -> int:
-        encapsulated = self._source.read(offset, metadata_length).to_pybytes()
-        header = encapsulated[8:] if encapsulated.startswith(CONTINUATION) else encapsulated[4:]
+        header = self._header(offset, metadata_length)
         try:
             rows = row_count(header)
             if rows > 0 or (rows == 0 and parse_header(header).type is HeaderType.RECORD_BATCH):
