@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -309,14 +308,14 @@ def test_a_peer_that_takes_nothing_exceeds_the_deadline(ends: Ends) -> None:
 
 
 def test_two_sides_that_both_send_do_not_block_each_other(ends: Ends) -> None:
-    """Free leases from the client while the server is still sending."""
+    """Free leases from the client, one by one, while the server is still sending."""
     bodies = [Message(number, (bytes(1 << 20),)) for number in range(100)]
-    frees = [Message(9, (bytes(8),)) for _ in range(2000)]
-    everything_sent = threading.Event()
+    frees = [Message(9, (bytes(8),)) for _ in range(5000)]
+    ends.server.limit_tagged(8 * len(frees))
 
     def client() -> int:
-        ends.client.send(frees, PATIENCE)
-        everything_sent.set()
+        for free in frees:
+            ends.client.send([free], PATIENCE)
         size = 0
         for _ in bodies:
             arrived = receive(ends.client)

@@ -28,6 +28,7 @@ from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span
 from dissociated.protocol.close_reason import reason_error
 from dissociated.protocol.message import Incoming, Message, Run
+from dissociated.protocol.wire import ADDRESS_SIZE
 from dissociated.transport.states import Call, ConnectionState, Lifecycle
 from dissociated.uri import Uri
 
@@ -38,10 +39,23 @@ Allocate: TypeAlias = Callable[[int | None, int], Buffer]
 
 #: Parts of messages of up to this many bytes may be joined by copying. Larger parts are sent without a copy.
 MAX_JOINED = 512
+#: Bytes of memory that each message that is kept until it is received takes in addition to its data.
+OVERHEAD = 256
 #: Seconds: longer than any sensible wait, and short enough for every clock in the kernel and in Python.
 _MAX_SECONDS = 1e6
 #: Seconds between two polls of a connection that cannot signal the arrival of a message.
 _POLL_INTERVAL = 0.005
+_MAX_KEPT = 1 << 20  # bytes
+
+
+def max_kept(max_tagged: int = 0) -> int:
+    """Return the bytes of messages of a client that a server keeps while it sends.
+
+    Args:
+        max_tagged: The length of a message that frees all that the client holds. The client may instead free each
+            address in a message of its own, as its batches end one by one.
+    """
+    return _MAX_KEPT + max_tagged // ADDRESS_SIZE * (ADDRESS_SIZE + OVERHEAD)
 
 
 def check_timeout(timeout: float) -> float:
@@ -195,7 +209,7 @@ class Connection(ProcessBound, ABC):
     def limit_tagged(self, length: int) -> None:
         """Accept tagged messages of up to `length` bytes that arrive while this side sends.
 
-        They are kept in addition to the bytes that are kept by default.
+        `max_kept` is the limit of those that are kept.
 
         Media that do not allocate memory for them may ignore this.
         """

@@ -27,7 +27,7 @@ from dissociated.errors import (
 )
 from dissociated.protocol.close_reason import decode_reason, encode_reason
 from dissociated.protocol.message import Incoming, Message, Run
-from dissociated.transport.base import Allocate, Connection, Listener
+from dissociated.transport.base import OVERHEAD, Allocate, Connection, Listener, max_kept
 from dissociated.transport.framed.framing import (
     MAX_CONTROL,
     MAX_UNTAGGED,
@@ -54,8 +54,6 @@ _TCP_RTO_MAX_MS = 44  # an option of Linux 6.15, for which the module `socket` h
 _PROBE_INTERVAL = 4000  # milliseconds
 _MAX_PROBES = 3  # unanswered probes after which a peer that takes nothing counts as gone
 _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
-_MAX_ARRIVED = 1 << 20  # bytes of messages that arrived while this side sent, and are kept for `receive`
-_OVERHEAD = 256  # bytes of memory for each kept message, in addition to its own
 _timeval = struct.Struct("ll")
 _ZEROS = memoryview(bytes(1 << 20))
 _MAX_ZEROS = 1 << 26  # bytes that are sent in place of memory that could not be read
@@ -92,7 +90,7 @@ class SocketConnection(Connection):
         self._cut_short = False  # whether a send broke off, after which `_unsent_parts` must be sent next
         self._unsent_parts: list[Any] = []
         self._unreadable: list[Any] = []  # the rest of a send, from memory on that could not be read
-        self._arrived: deque[Frame] = deque()
+        self._arrived: deque[Frame] = deque()  # messages that arrived while this side sent, kept for `receive`
         self._arrived_bytes = 0
         self._max_tagged = 0  # bytes of a tagged message that may arrive while this side sends
         self._peer_stopped = False  # whether the peer will send no more
@@ -173,7 +171,7 @@ class SocketConnection(Connection):
             if self._arrived:
                 frame: Frame | None = self._arrived.popleft()
                 assert frame is not None
-                self._arrived_bytes -= _OVERHEAD + len(frame.payload)
+                self._arrived_bytes -= OVERHEAD + len(frame.payload)
             else:
                 try:
                     frame = self._reader.read(timeout, allocate)
@@ -357,8 +355,8 @@ class SocketConnection(Connection):
                 self._peer_stopped = True  # the peer may still receive, which only a send shows
                 return
             self._arrived.append(frame)
-            self._arrived_bytes += _OVERHEAD + len(frame.payload)
-            if self._arrived_bytes > _MAX_ARRIVED + self._max_tagged:
+            self._arrived_bytes += OVERHEAD + len(frame.payload)
+            if self._arrived_bytes > max_kept(self._max_tagged):
                 raise RemoteProtocolError(f"{self.peer} sends data, but receives none", rule="credit")
 
     @contextmanager
