@@ -93,7 +93,7 @@ class Scripted:
         descriptor = create_memfd("scripted")
         os.write(descriptor, content)
         seal(descriptor, backing)
-        self.connection.memory.share(descriptor, BASE, len(content), backing)
+        self.connection.memory.share(descriptor, BASE, len(content), backing, PATIENCE)
         os.close(descriptor)
 
     def close(self) -> None:

@@ -13,12 +13,14 @@ import struct
 import subprocess
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
 from memory.maps import shared_bytes
 from support.helpers import PATIENCE, serving, wait_until
 
@@ -240,6 +242,21 @@ def test_a_pause_beyond_stall_timeout(serve: Serve, child: Child) -> None:
         assert 3 < len(held) < len(sent)
         assert "took nothing for 0.3 s" in ended
         assert child("look") == (ended, held)
+
+
+def test_a_pause_beyond_stall_timeout_while_memory_is_shared(serve: Serve) -> None:
+    """Take nothing of a dataset with so many segments that their announcements alone fill the socket."""
+    good = serve("shm:", stall_timeout=0.2)
+    segments: list[Segment] = []
+    for _ in range(400):
+        with SegmentWriter(partial(MemfdSink, "live", segments.append), pa.schema({"n": pa.int64()}), None):
+            pass
+    good.server.publish_segments("live", segments)
+    uri = good.server.locations("live")[0]
+    with peer.connect(uri) as client:
+        client.send(peer.want(good.server.ticket("live"), peer.want_of(uri)))
+        wait_until(lambda: good.server.connections, "the server has the request")
+        wait_until(good.alone, "the server has given up on it")
 
 
 def test_a_pause_beyond_lease_timeout(serve: Serve, child: Child) -> None:

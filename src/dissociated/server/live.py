@@ -90,7 +90,8 @@ class _LiveMemorySending(Sending):
         """Share `region` with the client, unless it was shared before."""
         if region.base not in self._shared:
             self._shared.add(region.base)
-            self._connection.memory.share(region.descriptor, region.base, region.size, region.backing)
+            memory, timeout = self._connection.memory, self._limits.stall_timeout
+            memory.share(region.descriptor, region.base, region.size, region.backing, timeout)
 
     def _lease(self, extents: Sequence[tuple[int, int]]) -> None:
         """Record that the client holds a lease of each address of the next message from now on."""

@@ -72,7 +72,7 @@ def check_timeout(timeout: float) -> float:
 class RemoteMemory:
     """The memory that the two sides of a connection let each other use. Media support a part of this interface."""
 
-    def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
+    def share(self, descriptor: int, base: int, size: int, backing: int, timeout: float) -> None:
         """Let the peer map a file or memfd, as the addresses `base` to `base + size`. The caller keeps the descriptor.
 
         Args:
@@ -80,6 +80,7 @@ class RemoteMemory:
             base: First address.
             size: Number of bytes.
             backing: A `Backing`.
+            timeout: Seconds for which the peer may take nothing.
         """
         raise TransportError("the peer cannot map memory over this connection")
 

@@ -27,9 +27,9 @@ from dissociated.transport.runs import MAX_RUN, RUN
 #: Limit of bytes in flight in one direction. It bounds the memory that a peer which receives nothing can tie up, except
 #: that a single message may be larger.
 MAX_IN_FLIGHT = 1 << 26
-#: Limit of bytes that arrived from a server and are kept until this side receives. It exceeds `max_kept` because UCX does
-#: not report that small messages were received: while a client fetches one body, its server may send the addresses of
-#: all that follow.
+#: Limit of bytes that arrived from a server and are kept until this side receives. It exceeds `max_kept` because UCX
+#: does not report that small messages were received: while a client fetches one body, its server may send the addresses
+#: of all that follow.
 _MAX_FROM_SERVER = 1 << 29
 
 
