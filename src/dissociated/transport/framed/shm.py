@@ -126,7 +126,7 @@ class ShmConnection(SocketConnection, RemoteMemory):
         super().after_fork_in_child()
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:
-        if self._unsent_parts:
+        if self._unsent_parts and self._accepted:  # the rest of a client's frees is sent by the thread that frees
             self._flush_unsent_parts(select.POLLIN, timeout)
         return super()._read_into(memory, timeout)
 
