@@ -295,6 +295,19 @@ def test_whatever_a_client_does_it_keeps_what_it_holds_until_it_closes_its_conne
             is_over(server)
 
 
+def test_a_client_that_breaks_a_rule_while_the_server_waits_to_send_is_told(serve: Serve) -> None:
+    good = serve("shm:")
+    sent = batches(120)  # A socket holds the metadata of a third of them.
+    publish_shared(good, sent)
+    holder = Holder(good).hold(5)
+    wait_until(lambda: good.leases > 30 * COLUMNS, "the socket is full, or nearly")
+    holder.connection.send(peer.free(1, tag=holder.free_tag))
+    assert "not hold" in holder.to_the_end()
+    assert holder.look() == [*map(checksum, sent[: len(holder.look())])]
+    holder.let_go()
+    is_over(good)
+
+
 def test_whatever_becomes_of_a_live_stream_its_readers_keep_what_they_hold(serve: Serve) -> None:
     sent = batches(30)
     expected = [*map(checksum, sent)]

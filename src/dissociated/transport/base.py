@@ -215,6 +215,12 @@ class Connection(ProcessBound, ABC):
         Media that do not allocate memory for them may ignore this.
         """
 
+    def take_while_sending(self, take: Callable[[], object] | None) -> None:
+        """Have `take` called while `send` waits, whenever a message of the peer has arrived. It may receive messages.
+
+        Media that share no memory may ignore this. None ends it.
+        """
+
     def receive_onto(self, device: Device) -> bool:
         """Return whether this connection can also receive into memory of `device`, if `allocate` supplies it.
 

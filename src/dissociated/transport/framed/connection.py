@@ -12,7 +12,7 @@ import termios
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -93,6 +93,7 @@ class SocketConnection(Connection):
         self._arrived: deque[Frame] = deque()  # messages that arrived while this side sent, kept for `receive`
         self._arrived_bytes = 0
         self._max_tagged = 0  # bytes of a tagged message that may arrive while this side sends
+        self._take_while_sending: Callable[[], object] | None = None
         self._peer_stopped = False  # whether the peer will send no more
         self._end_received = False  # whether `receive` has returned None because of that
         self._wake_descriptor: int | None = None  # an eventfd, made by the first `wait`
@@ -120,6 +121,9 @@ class SocketConnection(Connection):
 
     def limit_tagged(self, length: int) -> None:
         self._max_tagged = length
+
+    def take_while_sending(self, take: Callable[[], object] | None) -> None:
+        self._take_while_sending = take
 
     def prepare(self, messages: Sequence[Message | Run]) -> EncodedFrames:
         return EncodedFrames(encode_frames_with_runs(messages))
@@ -358,6 +362,8 @@ class SocketConnection(Connection):
             self._arrived_bytes += OVERHEAD + len(frame.payload)
             if self._arrived_bytes > max_kept(self._max_tagged):
                 raise RemoteProtocolError(f"{self.peer} sends data, but receives none", rule="credit")
+            if self._take_while_sending is not None:
+                self._take_while_sending()
 
     @contextmanager
     def _frequent_probes(self) -> Iterator[None]:
