@@ -10,6 +10,7 @@ import socket
 import struct
 import termios
 import threading
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,7 @@ from dissociated.uri import Uri
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _CHECK_INTERVAL = 1.0  # seconds
+_NO_WAIT = 0.001  # seconds for which a read waits for the rest of a message that has begun to arrive
 _MAX_SILENCE = 15.0  # seconds without an acknowledgement
 #: Three fields of the kernel's `struct tcp_info`: the number of unanswered probes, the number of unacknowledged
 #: segments, and the milliseconds since the last acknowledgement.
@@ -336,34 +338,52 @@ class SocketConnection(Connection):
         return self._socket.sendmsg(window, (), _SEND_FLAGS)
 
     def _wait_writable(self, timeout: float) -> None:
-        """Wait for room. On an accepted connection, read messages meanwhile: no other thread does."""
+        """Wait for room. On an accepted connection, read messages meanwhile: no other thread does.
+
+        Over a medium that shares memory, also return after a message: a client that frees memory has not stalled.
+        """
         poll = select.poll()
         takes_in = select.POLLIN if self._accepted and not self._peer_stopped else 0
         poll.register(self._socket, select.POLLOUT | takes_in)
-        waited = 0.0
+        began = time.monotonic()
+        waited, is_probing = 0.0, False
         with ExitStack() as while_waiting:
-            while not (events := poll.poll(min(timeout - waited, _CHECK_INTERVAL) * 1000)):
-                if not waited:
-                    while_waiting.enter_context(self._frequent_probes())
-                waited += _CHECK_INTERVAL
+            while True:
+                events = poll.poll(min(timeout - waited, _CHECK_INTERVAL) * 1000)
+                event = events[0][1] if events else 0
+                if event and (event & select.POLLOUT or not event & select.POLLIN):
+                    return
+                if event and self._keep_next() and (self.shares_memory or self._peer_stopped):
+                    return
+                waited = time.monotonic() - began
                 if waited >= timeout:
                     raise DeadlineExceeded(f"{self.peer} took nothing for {timeout:g} s")
+                if event:
+                    continue
+                if not is_probing:
+                    is_probing = True
+                    while_waiting.enter_context(self._frequent_probes())
                 if waited >= _MAX_SILENCE:
                     self._check_acknowledged()
                 # Raises if a Unix peer has stopped receiving, which poll does not show.
                 self._socket.send(b"", _SEND_FLAGS)
-        event = events[0][1]
-        if event & select.POLLIN and not event & select.POLLOUT:
-            frame = self._reader.read(timeout, self._keep)
-            if frame is None:
-                self._peer_stopped = True  # the peer may still receive, which only a send shows
-                return
-            self._arrived.append(frame)
-            self._arrived_bytes += OVERHEAD + len(frame.payload)
-            if self._arrived_bytes > max_kept(self._max_tagged):
-                raise RemoteProtocolError(f"{self.peer} sends data, but receives none", rule="credit")
-            if self._take_while_sending is not None:
-                self._take_while_sending()
+
+    def _keep_next(self) -> bool:
+        """Read a message that arrives while this side sends, and keep it. Return False if only a part has arrived."""
+        try:
+            frame = self._reader.read(_NO_WAIT, self._keep)
+        except DeadlineExceeded:
+            return False  # `_reader` has the part
+        if frame is None:
+            self._peer_stopped = True  # the peer may still receive, which only a send shows
+            return True
+        self._arrived.append(frame)
+        self._arrived_bytes += OVERHEAD + len(frame.payload)
+        if self._arrived_bytes > max_kept(self._max_tagged):
+            raise RemoteProtocolError(f"{self.peer} sends data, but receives none", rule="credit")
+        if self._take_while_sending is not None:
+            self._take_while_sending()
+        return True
 
     @contextmanager
     def _frequent_probes(self) -> Iterator[None]:
