@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.errors import RemoteProtocolError
 from dissociated.memory.shared import Backing, create_memfd, seal
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection
@@ -93,7 +95,7 @@ class Scripted:
         descriptor = create_memfd("scripted")
         os.write(descriptor, content)
         seal(descriptor, backing)
-        self.connection.memory.share(descriptor, BASE, len(content), backing)
+        self.connection.memory.share(descriptor, BASE, len(content), backing, PATIENCE)
         os.close(descriptor)
 
     def close(self) -> None:
@@ -217,6 +219,19 @@ def test_the_reason_of_an_abort_comes_out(any_server: Scripted) -> None:
     any_server.connection.close()
     with pytest.raises(dis.errors.RemoteError, match="closed for the night"):
         opening.result(PATIENCE)
+
+
+def test_a_reader_that_had_paused_is_told_what_may_have_ended_its_stream(shm: Scripted) -> None:
+    (schema, _), (header, body) = encoded(BATCHES[0])
+    assert body is not None
+    opening = shm.open()
+    shm.send(metadata(0, schema), metadata(1, header), Message(1, (body,)))
+    reader = opening.result(PATIENCE)
+    assert reader.read_next_batch() == BATCHES[0]
+    threading.Event().wait(1.1)  # processing takes time
+    shm.connection.close()
+    with pytest.raises(RemoteProtocolError, match=r"received nothing for 1 s .* stall_timeout"):
+        reader.read_next_batch()
 
 
 def test_a_silent_server_exceeds_the_deadline(any_server: Scripted) -> None:

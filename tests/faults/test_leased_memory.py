@@ -13,12 +13,14 @@ import struct
 import subprocess
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
 from memory.maps import shared_bytes
 from support.helpers import PATIENCE, serving, wait_until
 
@@ -242,6 +244,21 @@ def test_a_pause_beyond_stall_timeout(serve: Serve, child: Child) -> None:
         assert child("look") == (ended, held)
 
 
+def test_a_pause_beyond_stall_timeout_while_memory_is_shared(serve: Serve) -> None:
+    """Take nothing of a dataset with so many segments that their announcements alone fill the socket."""
+    good = serve("shm:", stall_timeout=0.2)
+    segments: list[Segment] = []
+    for _ in range(400):
+        with SegmentWriter(partial(MemfdSink, "live", segments.append), pa.schema({"n": pa.int64()}), None):
+            pass
+    good.server.publish_segments("live", segments)
+    uri = good.server.locations("live")[0]
+    with peer.connect(uri) as client:
+        client.send(peer.want(good.server.ticket("live"), peer.want_of(uri)))
+        wait_until(lambda: good.server.connections, "the server has the request")
+        wait_until(good.alone, "the server has given up on it")
+
+
 def test_a_pause_beyond_lease_timeout(serve: Serve, child: Child) -> None:
     good = serve("shm:", lease_timeout=0.2)
     sent = batches(20)
@@ -276,6 +293,19 @@ def test_whatever_a_client_does_it_keeps_what_it_holds_until_it_closes_its_conne
             assert shared_bytes("live")
             holder.let_go()
             is_over(server)
+
+
+def test_a_client_that_breaks_a_rule_while_the_server_waits_to_send_is_told(serve: Serve) -> None:
+    good = serve("shm:")
+    sent = batches(120)  # A socket holds the metadata of a third of them.
+    publish_shared(good, sent)
+    holder = Holder(good).hold(5)
+    wait_until(lambda: good.leases > 30 * COLUMNS, "the socket is full, or nearly")
+    holder.connection.send(peer.free(1, tag=holder.free_tag))
+    assert "not hold" in holder.to_the_end()
+    assert holder.look() == [*map(checksum, sent[: len(holder.look())])]
+    holder.let_go()
+    is_over(good)
 
 
 def test_whatever_becomes_of_a_live_stream_its_readers_keep_what_they_hold(serve: Serve) -> None:

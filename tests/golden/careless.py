@@ -123,7 +123,7 @@ def _share(connection: Connection, content: bytes) -> None:
     try:
         os.write(descriptor, content)
         seal(descriptor, Backing.SEALED)
-        connection.memory.share(descriptor, BASE, len(content), Backing.SEALED)
+        connection.memory.share(descriptor, BASE, len(content), Backing.SEALED, PATIENCE)
     finally:
         os.close(descriptor)
 

@@ -364,6 +364,24 @@ def test_a_slow_consumer_is_waited_for(serve: Serve) -> None:
         assert found == fast.result(PATIENCE) == list(range(20))
 
 
+def test_a_consumer_that_only_frees_is_waited_for(serve: Serve) -> None:
+    """It reads nothing while it frees batches, so that the server waits in a send of addresses."""
+    schema = pa.schema([(f"c{column}", pa.int64()) for column in range(64)])  # some 40 batches fill a socket
+
+    def wide(number: int) -> pa.RecordBatch:
+        return pa.record_batch([np.full(64, number)] * len(schema), schema)
+
+    server = serve("shm:", live_limit=4 << 20, inline_limit=0)
+    source = pa.RecordBatchReader.from_batches(schema, map(wide, range(300)))
+    server.publish("live", source, live=dis.Live(stall_timeout=1.0))
+    slow = open_live(server, "shm")
+    held = [slow.read_next_batch() for _ in range(20)]
+    for number in range(20):
+        assert held.pop(0) == wide(number)
+        threading.Event().wait(0.08)  # processing takes time
+    assert [one[0][0].as_py() for one in slow] == [*range(20, 300)]
+
+
 @pytest.mark.parametrize("stall_timeout", [PATIENCE, float("inf"), 1e300])
 def test_a_consumer_that_stops_does_not_hold_up_the_others(serve: Serve, stall_timeout: float) -> None:
     server = serve("shm:", live_limit=1 << 20)

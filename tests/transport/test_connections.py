@@ -26,7 +26,8 @@ from dissociated.errors import (
 from dissociated.memory.shared import map_read_only
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Connection, Listener
-from dissociated.transport.framed.framing import MAX_CONTROL
+from dissociated.transport.framed.connection import EncodedFrames
+from dissociated.transport.framed.framing import MAX_CONTROL, encode_frames
 from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.registry import transport
 from dissociated.transport.runs import RUN
@@ -309,14 +310,14 @@ def test_a_peer_that_takes_nothing_exceeds_the_deadline(ends: Ends) -> None:
 
 
 def test_two_sides_that_both_send_do_not_block_each_other(ends: Ends) -> None:
-    """Free leases from the client while the server is still sending."""
+    """Free leases from the client, one by one, while the server is still sending."""
     bodies = [Message(number, (bytes(1 << 20),)) for number in range(100)]
-    frees = [Message(9, (bytes(8),)) for _ in range(2000)]
-    everything_sent = threading.Event()
+    frees = [Message(9, (bytes(8),)) for _ in range(5000)]
+    ends.server.limit_tagged(8 * len(frees))
 
     def client() -> int:
-        ends.client.send(frees, PATIENCE)
-        everything_sent.set()
+        for free in frees:
+            ends.client.send([free], PATIENCE)
         size = 0
         for _ in bodies:
             arrived = receive(ends.client)
@@ -331,6 +332,30 @@ def test_two_sides_that_both_send_do_not_block_each_other(ends: Ends) -> None:
         assert receiving.result(PATIENCE) == 100 << 20
     assert [plain(receive(ends.server)) for _ in frees] == [(9, bytes(8))] * len(frees)
     assert not ends.server.arrived()
+
+
+@pytest.mark.parametrize(
+    ("medium", "frees", "small"),
+    [("tcp", False, True), ("tls", False, True), ("tls", False, False), ("shm", True, True), ("shm", False, False)],
+)
+def test_only_a_client_that_may_free_memory_keeps_a_send_waiting(ends: Ends, frees: bool, small: bool) -> None:
+    """Take nothing, but send all the time: a message, or a byte of one."""
+    end_of_drip = threading.Event()
+    message = EncodedFrames([b"".join(map(bytes, encode_frames([Message(1, (bytes(4096),))])))])
+
+    def drip() -> int:
+        for at in range(50):
+            if end_of_drip.wait(0.02):
+                return at
+            ends.client.send([Message(1, (bytes(8),))] if small else EncodedFrames([message[0][at : at + 1]]), PATIENCE)
+        return 50
+
+    with ThreadPoolExecutor(1) as pool:
+        dripping = pool.submit(drip)
+        with pytest.raises(DeadlineExceeded, match=r"took nothing for 0\.4 s"):
+            ends.server.send([Message(1, (bytes(1 << 20),))] * 100, 0.4)
+        end_of_drip.set()
+        assert (dripping.result(PATIENCE) == 50) == frees
 
 
 def test_interrupting_ends_a_receive_in_another_thread(ends: Ends) -> None:

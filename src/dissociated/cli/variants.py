@@ -364,7 +364,8 @@ class _Service:
             write_parts(descriptor, [region.content])
 
         with owned(sealed_memfd("conformance", write) if region.sealed else _unsealed(region.content)) as descriptor:
-            self._connection.memory.share(descriptor, region.base, len(region.content), region.backing)
+            memory = self._connection.memory
+            memory.share(descriptor, region.base, len(region.content), region.backing, self._timeout)
 
     def _hold(self, sequence: int, content: bytes) -> None:
         numbers = [int.from_bytes(content[at : at + 8], "little") for at in range(16, len(content), 8)]

@@ -11,7 +11,7 @@ import pyarrow as pa
 from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
 from dissociated.base.interrupts import interrupts_held
-from dissociated.errors import DissociatedError
+from dissociated.errors import DeadlineExceeded, DissociatedError
 from dissociated.memory.device.base import Device
 from dissociated.memory.leases import RETRY_INTERVAL, STILL_HELD, FreeQueue
 from dissociated.protocol.message import Message
@@ -145,7 +145,7 @@ class ClientLeases(ProcessBound):
             try:
                 for first in range(0, len(addresses) if listening else 0, _MAX_FREES):
                     body = encode_free(addresses[first : first + _MAX_FREES])
-                    self._connection.send([Message(self._free_data, (body,))], self._timeout)
+                    self._send(Message(self._free_data, (body,)))
             except DissociatedError as error:
                 # A server that is gone needs no frees. Mapped memory stays readable without it.
                 _log.debug("sending frees failed: connection=%r error=%s", self._connection, error)
@@ -157,6 +157,26 @@ class ClientLeases(ProcessBound):
         else:
             self._connection.held_by_fork = held_by_fork
             self._release(freed=listening and returned == self._expected)
+
+    def _send(self, message: Message) -> None:
+        """Send a message, however long the server takes nothing: its source may pause. Later frees wait meanwhile.
+
+        Raises:
+            DeadlineExceeded: The server took nothing for the timeout, and the stream is over or this process ends.
+            DissociatedError: Further errors of `Connection.send`.
+        """
+        messages = [message]
+        while True:
+            try:
+                self._connection.send(messages, self._timeout)
+                return
+            except DeadlineExceeded:
+                # Only a connection that shares memory says by its backlog whether it has begun to send the message.
+                if self._finished or self._stopped.is_set() or not self._connection.shares_memory:
+                    raise
+                _log.debug("server takes no frees, will retry: connection=%r", self._connection)
+                if self._connection.backlog:
+                    messages = []  # what has begun is sent first, and must not be sent twice
 
     def _release(self, freed: bool) -> None:
         if freed and self._on_freed is not None and not self._stopped.is_set():

@@ -104,11 +104,15 @@ class ClientSession(ProcessBound):
         except DissociatedError as error:
             receiver.fail()
             self.blame(error)
-            if isinstance(error, ConnectionClosed) and pause > _LONG_PAUSE:
-                raise ConnectionClosed(
+            if pause > _LONG_PAUSE:
+                why = (
                     f"{error}. This process had received nothing for {pause:.0f} s before, and a server cuts off a "
                     "client that stalls for its stall_timeout: read faster, or raise the timeout of the server"
-                ) from None
+                )
+                if isinstance(error, ConnectionClosed):
+                    raise ConnectionClosed(why) from None
+                if isinstance(error, RemoteProtocolError) and error.rule == "stream-whole":  # closed between messages
+                    raise RemoteProtocolError(why, error.rule) from None
             raise
         finally:
             hold_at_exit()

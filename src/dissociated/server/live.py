@@ -16,7 +16,7 @@ from dissociated.datasets.consumer import Consumer, Encodings
 from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, SMALL_BODY, LiveMessage, all_addresses
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import StreamedDataset
-from dissociated.errors import ConnectionClosed, DeadlineExceeded, SourceError
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, DissociatedError, SourceError
 from dissociated.format.message import buffer_extents
 from dissociated.format.missed import MAX_NOTE_SIZE
 from dissociated.memory.live import LiveMemory, LiveRegion
@@ -90,7 +90,8 @@ class _LiveMemorySending(Sending):
         """Share `region` with the client, unless it was shared before."""
         if region.base not in self._shared:
             self._shared.add(region.base)
-            self._connection.memory.share(region.descriptor, region.base, region.size, region.backing)
+            memory, timeout = self._connection.memory, self._limits.stall_timeout
+            memory.share(region.descriptor, region.base, region.size, region.backing, timeout)
 
     def _lease(self, extents: Sequence[tuple[int, int]]) -> None:
         """Record that the client holds a lease of each address of the next message from now on."""
@@ -245,7 +246,7 @@ class BroadcastSending(_LiveMemorySending):
         # All that the encoding of messages depends on, apart from the messages, their place, and `_half_closed`.
         self._kind = dataset, self._connection.encoding, self._mapped, self._limits.inline_limit, self._max_metadata
         self._turn = threading.Lock()  # held while a thread sends; the connection's thread releases it to wait
-        self._error: BaseException | None = None  # of a send in the pump's thread
+        self._error: BaseException | None = None  # of a send in the pump's thread, or of frees that came during a send
 
     def send(self) -> None:
         if self._streams is not Streams.BOTH:
@@ -256,19 +257,37 @@ class BroadcastSending(_LiveMemorySending):
         # A client that maps no memory can only be late in taking bytes off the connection, so it is cut off by
         # interrupting the connection. A client that maps memory is woken, and told the reason.
         on_cut_off = self._connection.wake if self._mapped else self._connection.interrupt
-        live = self._dataset.live
-        deliver = self._deliver if self._connection.sends_at_once and not live.linger else None
+        is_delivered = self._connection.sends_at_once and not self._dataset.live.linger
+        deliver = self._deliver if is_delivered else None
         self._turn.acquire()
         self._consumer = consumer = self._fanout.join(self._connection.wake, on_cut_off, deliver)
+        self._connection.take_while_sending(self._take_frees_early)
+        try:
+            self._send_to(consumer)
+        finally:
+            self._connection.take_while_sending(None)
+            self._error = None  # it would keep itself and the messages alive
+
+    def _send_to(self, consumer: Consumer) -> None:
+        """Send `consumer` its messages until the end of the stream."""
+        live = self._dataset.live
         pause_until = 0.0  # by time.monotonic
         unread_wait = _MIN_UNREAD_WAIT
+        unread, unread_since = 0, 0.0  # bytes, and the time at which they became so few
         while True:
             self._finish_delivery()
             if consumer.finished:
                 return
             self._take_frees()
-            if live.policy != "block" and not consumer.cut_off and self._connection.unread:
+            before, unread = unread, 0
+            if live.policy != "block" and not consumer.cut_off:
+                unread = self._connection.unread
+            if unread:
                 # Sent messages can no longer be dropped, and would be old by the time the client reads them.
+                if unread != before:
+                    unread_since = time.monotonic()
+                elif time.monotonic() - max(unread_since, consumer.last_progress) > self._limits.stall_timeout:
+                    raise DeadlineExceeded(f"{self._connection.peer} took nothing for {self._limits.stall_timeout:g} s")
                 self._connection.wait(unread_wait)
                 unread_wait = min(2 * unread_wait, _MAX_UNREAD_WAIT)
                 continue
@@ -331,15 +350,25 @@ class BroadcastSending(_LiveMemorySending):
         region = item.region
         return region is not None and (region.base not in self._shared or not self._goes_by_address(item))
 
+    def _take_frees_early(self) -> None:
+        """Take frees while a send waits, since the source may wait for them. After an error, no message follows."""
+        if self._error is None:
+            try:
+                self._take_frees()
+            except DissociatedError as error:
+                self._error = error  # raised after the send, so that the client can be told
+
     def _finish_delivery(self) -> None:
         """Do the rest of a send in the pump's thread: raise its error, or send what the connection did not take."""
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # else the error, through this frame, would keep itself and the messages alive
-        if self._connection.sends_at_once and self._connection.backlog:
+        while True:
+            error, self._error = self._error, None
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # else the error, through this frame, would keep itself and the messages alive
+            if not (self._connection.sends_at_once and self._connection.backlog):
+                return
             self._connection.send((), self._limits.stall_timeout)
 
     @property

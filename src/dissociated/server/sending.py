@@ -235,7 +235,8 @@ class StaticSending(Sending):
             region = segment.region
             if connection.shares_memory:
                 self._shared.append(segment)
-                connection.memory.share(segment.descriptor, region.base, region.size, segment.backing)
+                timeout = self._limits.stall_timeout
+                connection.memory.share(segment.descriptor, region.base, region.size, segment.backing, timeout)
             else:
                 connection.memory.retain(region)
             self._send_messages(messages, number, segment if segment.backing is Backing.LIVE else None)

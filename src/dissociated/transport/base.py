@@ -28,6 +28,7 @@ from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span
 from dissociated.protocol.close_reason import reason_error
 from dissociated.protocol.message import Incoming, Message, Run
+from dissociated.protocol.wire import ADDRESS_SIZE
 from dissociated.transport.states import Call, ConnectionState, Lifecycle
 from dissociated.uri import Uri
 
@@ -38,10 +39,23 @@ Allocate: TypeAlias = Callable[[int | None, int], Buffer]
 
 #: Parts of messages of up to this many bytes may be joined by copying. Larger parts are sent without a copy.
 MAX_JOINED = 512
+#: Bytes of memory that each message that is kept until it is received takes in addition to its data.
+OVERHEAD = 256
 #: Seconds: longer than any sensible wait, and short enough for every clock in the kernel and in Python.
 _MAX_SECONDS = 1e6
 #: Seconds between two polls of a connection that cannot signal the arrival of a message.
 _POLL_INTERVAL = 0.005
+_MAX_KEPT = 1 << 20  # bytes
+
+
+def max_kept(max_tagged: int = 0) -> int:
+    """Return the bytes of messages of a client that a server keeps while it sends.
+
+    Args:
+        max_tagged: The length of a message that frees all that the client holds. The client may instead free each
+            address in a message of its own, as its batches end one by one.
+    """
+    return _MAX_KEPT + max_tagged // ADDRESS_SIZE * (ADDRESS_SIZE + OVERHEAD)
 
 
 def check_timeout(timeout: float) -> float:
@@ -58,7 +72,7 @@ def check_timeout(timeout: float) -> float:
 class RemoteMemory:
     """The memory that the two sides of a connection let each other use. Media support a part of this interface."""
 
-    def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
+    def share(self, descriptor: int, base: int, size: int, backing: int, timeout: float) -> None:
         """Let the peer map a file or memfd, as the addresses `base` to `base + size`. The caller keeps the descriptor.
 
         Args:
@@ -66,6 +80,7 @@ class RemoteMemory:
             base: First address.
             size: Number of bytes.
             backing: A `Backing`.
+            timeout: Seconds for which the peer may take nothing.
         """
         raise TransportError("the peer cannot map memory over this connection")
 
@@ -155,9 +170,9 @@ class Connection(ProcessBound, ABC):
         return 0
 
     @property
-    def unread(self) -> bool:
-        """Return whether the peer still has to read something that this side has sent, as far as the medium tells."""
-        return False
+    def unread(self) -> int:
+        """Return the number of bytes that this side has sent and the peer has not read, as far as the medium tells."""
+        return 0
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {self.peer}>"
@@ -195,9 +210,15 @@ class Connection(ProcessBound, ABC):
     def limit_tagged(self, length: int) -> None:
         """Accept tagged messages of up to `length` bytes that arrive while this side sends.
 
-        They are kept in addition to the bytes that are kept by default.
+        `max_kept` is the limit of those that are kept.
 
         Media that do not allocate memory for them may ignore this.
+        """
+
+    def take_while_sending(self, take: Callable[[], object] | None) -> None:
+        """Have `take` called while `send` waits, whenever a message of the peer has arrived. It may receive messages.
+
+        Media that share no memory may ignore this. None ends it.
         """
 
     def receive_onto(self, device: Device) -> bool:
@@ -232,7 +253,8 @@ class Connection(ProcessBound, ABC):
         Args:
             messages: The messages, or the result of `prepare`. Unless the connection `copies`, it may refer to their
                 parts until they are sent, and the content of the parts must not change.
-            timeout: Seconds for which the peer may take nothing.
+            timeout: Seconds for which the peer may take nothing. If the connection `shares_memory`, they begin anew
+                with each message of the peer.
         """
 
     def send_zeros(self, timeout: float) -> None:

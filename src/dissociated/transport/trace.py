@@ -200,8 +200,8 @@ class _TracedMemory(RemoteMemory):
         self._memory = memory
         self._trace = trace
 
-    def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
-        self._memory.share(descriptor, base, size, backing)
+    def share(self, descriptor: int, base: int, size: int, backing: int, timeout: float) -> None:
+        self._memory.share(descriptor, base, size, backing, timeout)
         self._trace.line(f"sent a region of {size:,} bytes ({Backing(backing).name.lower()})")
 
     def retain(self, region: Region) -> None:

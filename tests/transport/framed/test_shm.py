@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dissociated.errors import RemoteProtocolError, TransportError, UriError
+from dissociated.errors import DeadlineExceeded, RemoteError, RemoteProtocolError, TransportError, UriError
 from dissociated.memory.shared import Backing, create_memfd, reopen_read_only, seal
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection
@@ -212,7 +212,7 @@ def mapped(client: Connection, server: Connection) -> None:
 
 def test_a_region_arrives_with_its_addresses(ends: tuple[Connection, Connection], memfd: int) -> None:
     client, server = ends
-    server.memory.share(memfd, 0x10000, 2 * PAGE, Backing.SEALED)
+    server.memory.share(memfd, 0x10000, 2 * PAGE, Backing.SEALED, PATIENCE)
     mapped(client, server)
     region = client.address_space.find(0x10000 + PAGE)
     assert (region.base, region.size, region.static) == (0x10000, 2 * PAGE, True)
@@ -226,7 +226,7 @@ def test_part_of_a_file_can_be_shared(ends: tuple[Connection, Connection], tmp_p
     client, server = ends
     (tmp_path / "file").write_bytes(b"content")
     with (tmp_path / "file").open("rb") as file:
-        server.memory.share(file.fileno(), PAGE, 4, Backing.FILE)
+        server.memory.share(file.fileno(), PAGE, 4, Backing.FILE, PATIENCE)
     mapped(client, server)
     assert client.address_space.find(PAGE).memory.to_pybytes() == b"cont"
 
@@ -235,7 +235,7 @@ def test_an_empty_region_needs_no_mapping(ends: tuple[Connection, Connection]) -
     client, server = ends
     descriptor = create_memfd("empty")
     seal(descriptor, Backing.SEALED)
-    server.memory.share(descriptor, PAGE, 0, Backing.SEALED)
+    server.memory.share(descriptor, PAGE, 0, Backing.SEALED, PATIENCE)
     os.close(descriptor)
     mapped(client, server)
     with pytest.raises(RemoteProtocolError, match="no region"):
@@ -248,16 +248,36 @@ def test_many_regions_arrive_each_with_its_own_memory(ends: tuple[Connection, Co
         descriptor = create_memfd(str(number))
         os.write(descriptor, bytes([number]) * 10)
         seal(descriptor, Backing.SEALED)
-        server.memory.share(descriptor, PAGE * (number + 1), 10, Backing.SEALED)
+        server.memory.share(descriptor, PAGE * (number + 1), 10, Backing.SEALED, PATIENCE)
         os.close(descriptor)
     mapped(client, server)
     for number in range(100):
         assert client.address_space.find(PAGE * (number + 1)).memory.to_pybytes() == bytes([number]) * 10
 
 
+def test_a_peer_that_takes_no_region_exceeds_the_deadline(ends: tuple[Connection, Connection], memfd: int) -> None:
+    _, server = ends
+
+    def share_many() -> None:
+        for number in range(1, 2000):
+            server.memory.share(memfd, 2 * PAGE * number, 2 * PAGE, Backing.SEALED, 0.01)
+
+    with pytest.raises(DeadlineExceeded, match=r"took nothing for 0\.01 s"):
+        share_many()
+
+
+def test_a_peer_is_told_why_no_region_could_be_shared(ends: tuple[Connection, Connection]) -> None:
+    client, server = ends
+    with pytest.raises(TransportError, match="sharing memory"):
+        server.memory.share(-1, PAGE, PAGE, Backing.SEALED, PATIENCE)
+    server.close("the reason")
+    with pytest.raises(RemoteError, match="the reason"):
+        client.receive(PATIENCE, allocate)
+
+
 def test_what_is_mapped_outlives_the_connection(ends: tuple[Connection, Connection], memfd: int) -> None:
     client, server = ends
-    server.memory.share(memfd, PAGE, 2 * PAGE, Backing.SEALED)
+    server.memory.share(memfd, PAGE, 2 * PAGE, Backing.SEALED, PATIENCE)
     mapped(client, server)
     memory = client.address_space.find(PAGE).memory
     client.close()
@@ -267,7 +287,7 @@ def test_what_is_mapped_outlives_the_connection(ends: tuple[Connection, Connecti
 
 def test_what_is_mapped_cannot_be_written(ends: tuple[Connection, Connection], memfd: int) -> None:
     client, server = ends
-    server.memory.share(memfd, PAGE, 2 * PAGE, Backing.SEALED)
+    server.memory.share(memfd, PAGE, 2 * PAGE, Backing.SEALED, PATIENCE)
     mapped(client, server)
     memory = client.address_space.find(PAGE).memory
     assert not memory.is_mutable
@@ -292,7 +312,7 @@ def test_a_memfd_that_could_change_under_its_reader_is_refused(
     descriptor = create_memfd("unsealed")
     os.ftruncate(descriptor, PAGE)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    server.memory.share(descriptor, PAGE, PAGE, backing)
+    server.memory.share(descriptor, PAGE, PAGE, backing, PATIENCE)
     os.close(descriptor)
     with pytest.raises(RemoteProtocolError, match="without the seals"):
         client.receive(PATIENCE, allocate)
@@ -300,7 +320,7 @@ def test_a_memfd_that_could_change_under_its_reader_is_refused(
 
 def test_a_region_larger_than_its_file_is_refused(ends: tuple[Connection, Connection], memfd: int) -> None:
     client, server = ends
-    server.memory.share(memfd, PAGE, 2 * PAGE + 1, Backing.SEALED)
+    server.memory.share(memfd, PAGE, 2 * PAGE + 1, Backing.SEALED, PATIENCE)
     with pytest.raises(RemoteProtocolError, match="announced a region of 8193 bytes and shared one of 8192"):
         client.receive(PATIENCE, allocate)
 
@@ -308,7 +328,7 @@ def test_a_region_larger_than_its_file_is_refused(ends: tuple[Connection, Connec
 def test_a_descriptor_that_is_no_file_is_refused(ends: tuple[Connection, Connection]) -> None:
     client, server = ends
     read, write = os.pipe()
-    server.memory.share(read, PAGE, 0, Backing.FILE)
+    server.memory.share(read, PAGE, 0, Backing.FILE, PATIENCE)
     os.close(read)
     os.close(write)
     with pytest.raises(RemoteProtocolError, match="neither a file nor a memfd"):
@@ -318,10 +338,10 @@ def test_a_descriptor_that_is_no_file_is_refused(ends: tuple[Connection, Connect
 @pytest.mark.parametrize("base", [0x10000, 0x10000 - PAGE, 0x10000 + PAGE, 0x10000 + 2 * PAGE - 1])
 def test_regions_that_overlap_are_refused(ends: tuple[Connection, Connection], memfd: int, base: int) -> None:
     client, server = ends
-    server.memory.share(memfd, 0x10000, 2 * PAGE, Backing.SEALED)
+    server.memory.share(memfd, 0x10000, 2 * PAGE, Backing.SEALED, PATIENCE)
     mapped(client, server)
     before = descriptors()
-    server.memory.share(memfd, base, 2 * PAGE, Backing.SEALED)
+    server.memory.share(memfd, base, 2 * PAGE, Backing.SEALED, PATIENCE)
     with pytest.raises(RemoteProtocolError, match="overlaps"):
         client.receive(PATIENCE, allocate)
     assert descriptors() == before

@@ -8,11 +8,13 @@ import os
 import select
 import socket
 import struct
+import sys
 import termios
 import threading
+import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -27,7 +29,7 @@ from dissociated.errors import (
 )
 from dissociated.protocol.close_reason import decode_reason, encode_reason
 from dissociated.protocol.message import Incoming, Message, Run
-from dissociated.transport.base import Allocate, Connection, Listener
+from dissociated.transport.base import OVERHEAD, Allocate, Connection, Listener, max_kept
 from dissociated.transport.framed.framing import (
     MAX_CONTROL,
     MAX_UNTAGGED,
@@ -46,6 +48,7 @@ from dissociated.uri import Uri
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _CHECK_INTERVAL = 1.0  # seconds
+_NO_WAIT = 0.001  # seconds for which a read waits for the rest of a message that has begun to arrive
 _MAX_SILENCE = 15.0  # seconds without an acknowledgement
 #: Three fields of the kernel's `struct tcp_info`: the number of unanswered probes, the number of unacknowledged
 #: segments, and the milliseconds since the last acknowledgement.
@@ -54,8 +57,6 @@ _TCP_RTO_MAX_MS = 44  # an option of Linux 6.15, for which the module `socket` h
 _PROBE_INTERVAL = 4000  # milliseconds
 _MAX_PROBES = 3  # unanswered probes after which a peer that takes nothing counts as gone
 _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
-_MAX_ARRIVED = 1 << 20  # bytes of messages that arrived while this side sent, and are kept for `receive`
-_OVERHEAD = 256  # bytes of memory for each kept message, in addition to its own
 _timeval = struct.Struct("ll")
 _ZEROS = memoryview(bytes(1 << 20))
 _MAX_ZEROS = 1 << 26  # bytes that are sent in place of memory that could not be read
@@ -92,9 +93,10 @@ class SocketConnection(Connection):
         self._cut_short = False  # whether a send broke off, after which `_unsent_parts` must be sent next
         self._unsent_parts: list[Any] = []
         self._unreadable: list[Any] = []  # the rest of a send, from memory on that could not be read
-        self._arrived: deque[Frame] = deque()
+        self._arrived: deque[Frame] = deque()  # messages that arrived while this side sent, kept for `receive`
         self._arrived_bytes = 0
         self._max_tagged = 0  # bytes of a tagged message that may arrive while this side sends
+        self._take_while_sending: Callable[[], object] | None = None
         self._peer_stopped = False  # whether the peer will send no more
         self._end_received = False  # whether `receive` has returned None because of that
         self._wake_descriptor: int | None = None  # an eventfd, made by the first `wait`
@@ -103,15 +105,15 @@ class SocketConnection(Connection):
         self._socket_timeout = 0.0  # seconds, as set in the kernel
 
     @property
-    def unread(self) -> bool:
-        # For Unix sockets, these are the bytes that the peer has not received; for TCP, those that its host has not
-        # acknowledged.
+    def unread(self) -> int:
+        # For Unix sockets, these are the bytes of memory that hold the data which the peer has not received; for TCP,
+        # the bytes that its host has not acknowledged.
         count = bytearray(4)
         try:
             fcntl.ioctl(self._socket, termios.TIOCOUTQ, count)
         except (OSError, ValueError):
-            return False  # closed
-        return any(count)
+            return 0  # closed
+        return int.from_bytes(count, sys.byteorder)
 
     @property
     def backlog(self) -> int:
@@ -122,6 +124,9 @@ class SocketConnection(Connection):
 
     def limit_tagged(self, length: int) -> None:
         self._max_tagged = length
+
+    def take_while_sending(self, take: Callable[[], object] | None) -> None:
+        self._take_while_sending = take
 
     def prepare(self, messages: Sequence[Message | Run]) -> EncodedFrames:
         return EncodedFrames(encode_frames_with_runs(messages))
@@ -173,7 +178,7 @@ class SocketConnection(Connection):
             if self._arrived:
                 frame: Frame | None = self._arrived.popleft()
                 assert frame is not None
-                self._arrived_bytes -= _OVERHEAD + len(frame.payload)
+                self._arrived_bytes -= OVERHEAD + len(frame.payload)
             else:
                 try:
                     frame = self._reader.read(timeout, allocate)
@@ -334,32 +339,52 @@ class SocketConnection(Connection):
         return self._socket.sendmsg(window, (), _SEND_FLAGS)
 
     def _wait_writable(self, timeout: float) -> None:
-        """Wait for room. On an accepted connection, read messages meanwhile: no other thread does."""
+        """Wait for room. On an accepted connection, read messages meanwhile: no other thread does.
+
+        Over a medium that shares memory, also return after a message: a client that frees memory has not stalled.
+        """
         poll = select.poll()
         takes_in = select.POLLIN if self._accepted and not self._peer_stopped else 0
         poll.register(self._socket, select.POLLOUT | takes_in)
-        waited = 0.0
+        began = time.monotonic()
+        waited, is_probing = 0.0, False
         with ExitStack() as while_waiting:
-            while not (events := poll.poll(min(timeout - waited, _CHECK_INTERVAL) * 1000)):
-                if not waited:
-                    while_waiting.enter_context(self._frequent_probes())
-                waited += _CHECK_INTERVAL
+            while True:
+                events = poll.poll(min(timeout - waited, _CHECK_INTERVAL) * 1000)
+                event = events[0][1] if events else 0
+                if event and (event & select.POLLOUT or not event & select.POLLIN):
+                    return
+                if event and self._keep_next() and (self.shares_memory or self._peer_stopped):
+                    return
+                waited = time.monotonic() - began
                 if waited >= timeout:
                     raise DeadlineExceeded(f"{self.peer} took nothing for {timeout:g} s")
+                if event:
+                    continue
+                if not is_probing:
+                    is_probing = True
+                    while_waiting.enter_context(self._frequent_probes())
                 if waited >= _MAX_SILENCE:
                     self._check_acknowledged()
                 # Raises if a Unix peer has stopped receiving, which poll does not show.
                 self._socket.send(b"", _SEND_FLAGS)
-        event = events[0][1]
-        if event & select.POLLIN and not event & select.POLLOUT:
-            frame = self._reader.read(timeout, self._keep)
-            if frame is None:
-                self._peer_stopped = True  # the peer may still receive, which only a send shows
-                return
-            self._arrived.append(frame)
-            self._arrived_bytes += _OVERHEAD + len(frame.payload)
-            if self._arrived_bytes > _MAX_ARRIVED + self._max_tagged:
-                raise RemoteProtocolError(f"{self.peer} sends data, but receives none", rule="credit")
+
+    def _keep_next(self) -> bool:
+        """Read a message that arrives while this side sends, and keep it. Return False if only a part has arrived."""
+        try:
+            frame = self._reader.read(_NO_WAIT, self._keep)
+        except DeadlineExceeded:
+            return False  # `_reader` has the part
+        if frame is None:
+            self._peer_stopped = True  # the peer may still receive, which only a send shows
+            return True
+        self._arrived.append(frame)
+        self._arrived_bytes += OVERHEAD + len(frame.payload)
+        if self._arrived_bytes > max_kept(self._max_tagged):
+            raise RemoteProtocolError(f"{self.peer} sends data, but receives none", rule="credit")
+        if self._take_while_sending is not None:
+            self._take_while_sending()
+        return True
 
     @contextmanager
     def _frequent_probes(self) -> Iterator[None]:

@@ -59,7 +59,6 @@ _ANCILLARY_SIZE = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR)
 _TRUNCATED = int(socket.MSG_CTRUNC)  # `&` with the member of the enumeration takes ten times as long
 _PATH_MAX = 107  # struct sockaddr_un
 _MAX_ADDRESS = (1 << 64) - 1
-_SHARE_TIMEOUT = 60.0  # seconds
 _CONNECT_RETRY_DELAY = 0.005  # seconds, before the next try to connect
 
 
@@ -77,23 +76,23 @@ class ShmConnection(SocketConnection, RemoteMemory):
     def memory(self) -> RemoteMemory:
         return self
 
-    def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
+    def share(self, descriptor: int, base: int, size: int, backing: int, timeout: float) -> None:
         self._lifecycle.take(Call.SEND)
         frame = encode_frame(FrameKind.REGION, 0, _region.pack(base, size, backing))
         if not self._preamble_sent:
-            self._preamble_sent = True
             frame = PREAMBLE + frame
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         try:
-            # The kernel sends so small a frame whole or not at all, and the peer reads, so waiting for room is enough.
+            # The kernel sends so small a frame whole or not at all.
             while True:
                 try:
                     self._socket.sendmsg([frame], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                    return
+                    break
                 except BlockingIOError:
-                    self._wait_writable(_SHARE_TIMEOUT)
+                    self._wait_writable(timeout)
         except OSError as error:
             raise socket_error(error, f"sharing memory with {self.peer}") from None
+        self._preamble_sent = True
 
     def _tell(self, reason: str, later: bool) -> None:
         if not later:
@@ -127,7 +126,7 @@ class ShmConnection(SocketConnection, RemoteMemory):
         super().after_fork_in_child()
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:
-        if self._unsent_parts:
+        if self._unsent_parts and self._accepted:  # the rest of a client's frees is sent by the thread that frees
             self._flush_unsent_parts(select.POLLIN, timeout)
         return super()._read_into(memory, timeout)
 

@@ -19,7 +19,7 @@ from dissociated.memory.device.base import Device
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message
-from dissociated.transport.base import Allocate
+from dissociated.transport.base import OVERHEAD, Allocate, max_kept
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
 from dissociated.transport.native.threads import Monitor
 from dissociated.transport.runs import MAX_RUN, RUN
@@ -27,12 +27,10 @@ from dissociated.transport.runs import MAX_RUN, RUN
 #: Limit of bytes in flight in one direction. It bounds the memory that a peer which receives nothing can tie up, except
 #: that a single message may be larger.
 MAX_IN_FLIGHT = 1 << 26
-#: Limits of bytes that arrived and are kept until this side receives, from a client and from a server. Clients send
-#: little. Servers need the larger limit because UCX does not report that small messages were received: while a client
-#: fetches one body, its server may send the addresses of all that follow.
-MAX_FROM_CLIENT, MAX_FROM_SERVER = 1 << 20, 1 << 29
-#: Bytes of memory that each kept message takes in addition to its data.
-OVERHEAD = 256
+#: Limit of bytes that arrived from a server and are kept until this side receives. It exceeds `max_kept` because UCX
+#: does not report that small messages were received: while a client fetches one body, its server may send the addresses
+#: of all that follow.
+_MAX_FROM_SERVER = 1 << 29
 
 
 class UnderWay(NamedTuple):
@@ -68,7 +66,7 @@ class Traffic:
         self.arrived_bytes = 0
         self.deferred_bytes = 0  #: bytes of messages that were announced and are not fetched yet
         self.max_untagged = MAX_CONTROL if accepted else MAX_UNTAGGED
-        self.max_unread = MAX_FROM_CLIENT if accepted else MAX_FROM_SERVER
+        self.max_unread = max_kept() if accepted else _MAX_FROM_SERVER
         self.retained: list[Region] = []  #: regions from which the peer may fetch
         self.failure: DissociatedError | None = None  #: an error of the peer, to be raised by the next call
         self.reason: str | None = None  #: the reason of the peer's abort

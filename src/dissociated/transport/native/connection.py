@@ -21,8 +21,8 @@ from dissociated.memory.device.base import Device
 from dissociated.memory.region import Region
 from dissociated.memory.remote import RemoteAddressSpace, Span
 from dissociated.protocol.message import Incoming, Message, Run
-from dissociated.transport.base import Allocate, Connection, RemoteMemory
-from dissociated.transport.native.channel import MAX_FROM_CLIENT, Channel
+from dissociated.transport.base import Allocate, Connection, RemoteMemory, max_kept
+from dissociated.transport.native.channel import Channel
 from dissociated.transport.native.threads import MAX_SLEEP, heartbeat_of, start_thread
 from dissociated.transport.runs import MIN_RUN, parse_run, with_runs
 from dissociated.transport.states import Call, ConnectionState
@@ -144,7 +144,7 @@ class NativeConnection(Connection, RemoteMemory):
 
     def limit_tagged(self, length: int) -> None:
         if self._accepted:
-            self._traffic.max_unread = MAX_FROM_CLIENT + length
+            self._traffic.max_unread = max_kept(length)
 
     def receive_onto(self, device: Device) -> bool:
         return self._channel.receive_onto(device)

@@ -22,8 +22,8 @@ from dissociated.memory.device.base import Device, DeviceBuffer
 from dissociated.memory.remote import Span
 from dissociated.protocol.close_reason import encode_reason
 from dissociated.protocol.message import Incoming, Message
-from dissociated.transport.base import Allocate
-from dissociated.transport.native.channel import MAX_IN_FLIGHT, OVERHEAD, Channel, Traffic, WaitFor
+from dissociated.transport.base import OVERHEAD, Allocate
+from dissociated.transport.native.channel import MAX_IN_FLIGHT, Channel, Traffic, WaitFor
 from dissociated.transport.native.library import view_of
 from dissociated.transport.native.ucx import libucp as c
 from dissociated.transport.native.ucx.closing import ClosingConnection, closing_connections
