@@ -85,21 +85,6 @@ def test_a_consumer_that_pauses_does_not_hold_up_the_source(serve: Serve, policy
     assert [dataset.missed for dataset in status.datasets] == [missed]
 
 
-@pytest.mark.parametrize("scheme", ["shm", "tcp"])
-@pytest.mark.parametrize("policy", ["drop_oldest", "latest"])
-def test_a_consumer_that_takes_nothing_is_cut_off(serve: Serve, policy: Policy, scheme: str) -> None:
-    server = serve("shm:", "tcp://127.0.0.1:0", live_limit=LIMIT, stall_timeout=0.3)
-    source = Source(large, COUNT)
-    server.publish("live", source.reader, live=dis.Live(policy=policy))
-    reader = open_live(server, scheme)
-    wait_until(lambda: all(one.state == "cut off" for one in server.status().consumers), "the server has given up")
-    source.goes_on.set()
-    with pytest.raises((dis.errors.RemoteError, dis.errors.ConnectionClosed)):
-        reader.read_all()
-    del reader
-    assert connections_left(server) == 0
-
-
 @pytest.mark.parametrize("make", [small, coded])
 @pytest.mark.parametrize("policy", ["drop_oldest", "latest"])
 def test_batches_that_are_left_have_their_dictionaries(

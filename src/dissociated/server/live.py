@@ -273,21 +273,13 @@ class BroadcastSending(_LiveMemorySending):
         live = self._dataset.live
         pause_until = 0.0  # by time.monotonic
         unread_wait = _MIN_UNREAD_WAIT
-        unread, unread_since = 0, 0.0  # bytes, and the time at which they became so few
         while True:
             self._finish_delivery()
             if consumer.finished:
                 return
             self._take_frees()
-            before, unread = unread, 0
-            if live.policy != "block" and not consumer.cut_off:
-                unread = self._connection.unread
-            if unread:
+            if live.policy != "block" and not consumer.cut_off and self._connection.unread:
                 # Sent messages can no longer be dropped, and would be old by the time the client reads them.
-                if unread != before:
-                    unread_since = time.monotonic()
-                elif time.monotonic() - max(unread_since, consumer.last_progress) > self._limits.stall_timeout:
-                    raise DeadlineExceeded(f"{self._connection.peer} took nothing for {self._limits.stall_timeout:g} s")
                 self._connection.wait(unread_wait)
                 unread_wait = min(2 * unread_wait, _MAX_UNREAD_WAIT)
                 continue

@@ -170,9 +170,9 @@ class Connection(ProcessBound, ABC):
         return 0
 
     @property
-    def unread(self) -> int:
-        """Return the number of bytes that this side has sent and the peer has not read, as far as the medium tells."""
-        return 0
+    def unread(self) -> bool:
+        """Return whether the peer still has to read something that this side has sent, as far as the medium tells."""
+        return False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {self.peer}>"
@@ -253,8 +253,8 @@ class Connection(ProcessBound, ABC):
         Args:
             messages: The messages, or the result of `prepare`. Unless the connection `copies`, it may refer to their
                 parts until they are sent, and the content of the parts must not change.
-            timeout: Seconds for which the peer may take nothing. If the connection `shares_memory`, they begin anew
-                with each message of the peer.
+            timeout: Seconds for which the peer may take nothing. If the connection `shares_memory`, they begin anew with
+                each message of the peer.
         """
 
     def send_zeros(self, timeout: float) -> None:

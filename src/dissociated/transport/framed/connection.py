@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import struct
-import sys
 import termios
 import threading
 import time
@@ -105,15 +104,15 @@ class SocketConnection(Connection):
         self._socket_timeout = 0.0  # seconds, as set in the kernel
 
     @property
-    def unread(self) -> int:
-        # For Unix sockets, these are the bytes of memory that hold the data which the peer has not received; for TCP,
-        # the bytes that its host has not acknowledged.
+    def unread(self) -> bool:
+        # For Unix sockets, these are the bytes that the peer has not received; for TCP, those that its host has not
+        # acknowledged.
         count = bytearray(4)
         try:
             fcntl.ioctl(self._socket, termios.TIOCOUTQ, count)
         except (OSError, ValueError):
-            return 0  # closed
-        return int.from_bytes(count, sys.byteorder)
+            return False  # closed
+        return any(count)
 
     @property
     def backlog(self) -> int:
