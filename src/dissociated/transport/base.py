@@ -253,8 +253,8 @@ class Connection(ProcessBound, ABC):
         Args:
             messages: The messages, or the result of `prepare`. Unless the connection `copies`, it may refer to their
                 parts until they are sent, and the content of the parts must not change.
-            timeout: Seconds for which the peer may take nothing. If the connection `shares_memory`, they begin anew with
-                each message of the peer.
+            timeout: Seconds for which the peer may take nothing. If the connection `shares_memory`, they begin anew
+                with each message of the peer.
         """
 
     def send_zeros(self, timeout: float) -> None:
