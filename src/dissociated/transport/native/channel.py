@@ -30,7 +30,7 @@ MAX_IN_FLIGHT = 1 << 26
 #: Limit of bytes that arrived from a server and are kept until this side receives. It exceeds `max_kept` because UCX
 #: does not report that small messages were received: while a client fetches one body, its server may send the addresses
 #: of all that follow.
-_MAX_FROM_SERVER = 1 << 29
+MAX_FROM_SERVER = 1 << 29
 
 
 class UnderWay(NamedTuple):
@@ -66,7 +66,7 @@ class Traffic:
         self.arrived_bytes = 0
         self.deferred_bytes = 0  #: bytes of messages that were announced and are not fetched yet
         self.max_untagged = MAX_CONTROL if accepted else MAX_UNTAGGED
-        self.max_unread = max_kept() if accepted else _MAX_FROM_SERVER
+        self.max_unread = max_kept() if accepted else MAX_FROM_SERVER
         self.retained: list[Region] = []  #: regions from which the peer may fetch
         self.failure: DissociatedError | None = None  #: an error of the peer, to be raised by the next call
         self.reason: str | None = None  #: the reason of the peer's abort
