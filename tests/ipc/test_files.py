@@ -24,6 +24,7 @@ from memory.maps import buffers, mappings, origins
 from support import arrow_cases
 from support.helpers import as_big_endian, case, leaving_nothing, wait_until
 from support.machine import ARROW_TEST_DATA
+from support.processes import run_script
 
 ROWS = 1000
 BATCHES = [
@@ -255,6 +256,27 @@ def test_compressed_bodies_with_metadata_before_v5_are_refused(tmp_path: Path) -
                 pa.Table.from_batches(open_either(source, memory_map=memory_map))
         with pytest.raises(FormatError, match="its metadata is older than V5"):
             StreamDecoder(CollectListener()).consume(content)
+
+
+AHEAD = """
+import sys
+import pyarrow.dataset as ds
+from dissociated import ipc
+
+print(ds.Scanner.from_batches(ipc.open_stream(sys.argv[1])).head(10).num_rows)
+"""
+
+
+@pytest.mark.usefixtures("forks")
+def test_the_interpreter_may_end_while_libarrow_reads_ahead(tmp_path: Path) -> None:
+    path = tmp_path / "stream.arrows"
+    batch = pa.record_batch({"n": range(10)})
+    with pa.ipc.new_stream(path, batch.schema) as writer:
+        for _ in range(30_000):
+            writer.write_batch(batch)
+    for _ in range(3):
+        run = run_script(AHEAD, path)
+        assert (run.returncode, run.stdout) == (0, "10\n"), run.stderr
 
 
 def test_dictionaries_that_grow() -> None:

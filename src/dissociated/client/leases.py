@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from dissociated.transport.base import Connection
 _log = logging.getLogger(__name__)
 
 _MAX_FREES = 1 << 12  # addresses, or numbers of messages, in one free_data message
+_SEND_STEP = 0.5  # seconds after which a thread that sends frees looks whether it has to end
 
 
 class ClientLeases(ProcessBound):
@@ -166,13 +168,17 @@ class ClientLeases(ProcessBound):
             DissociatedError: Further errors of `Connection.send`.
         """
         messages = [message]
+        # Only a connection that shares memory says by its backlog whether it has begun to send the message.
+        repeats = self._connection.shares_memory
+        step = min(self._timeout, _SEND_STEP) if repeats else self._timeout
+        end = time.monotonic() + self._timeout
         while True:
             try:
-                self._connection.send(messages, self._timeout)
+                self._connection.send(messages, step)
                 return
             except DeadlineExceeded:
-                # Only a connection that shares memory says by its backlog whether it has begun to send the message.
-                if self._finished or self._stopped.is_set() or not self._connection.shares_memory:
+                is_over = self._stopped.is_set() or (self._finished and time.monotonic() >= end)
+                if is_over or not repeats:
                     raise
                 _log.debug("server takes no frees, will retry: connection=%r", self._connection)
                 if self._connection.backlog:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import struct
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -9,7 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import pyarrow as pa
 
-from dissociated.base.buffers import Buffer
+from dissociated.base.buffers import MAX_METADATA, Buffer
 from dissociated.base.exit import hold_at_exit, section
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.errors import (
@@ -21,8 +23,8 @@ from dissociated.errors import (
     StoreError,
     TransportError,
 )
-from dissociated.format.encapsulated import FILE_MAGIC, encapsulate
-from dissociated.format.message import MISREAD, is_misread
+from dissociated.format.encapsulated import CONTINUATION, FILE_MAGIC, encapsulate
+from dissociated.format.message import MISREAD, is_before_v5, is_misread
 
 T = TypeVar("T")
 
@@ -123,14 +125,54 @@ class _CheckedFile(Readable):
         return content
 
 
-def _checked_source(source: Any) -> _CheckedFile:
-    """Return a source that pyarrow accepts (memory, a file or a path) as a `_CheckedFile`."""
+def _checked_source(source: Any) -> Any:
+    """Return a source that refuses messages which libarrow would misread, for any source that pyarrow accepts.
+
+    Memory and files of libarrow are only wrapped if their stream begins with metadata older than V5. Calls into Python
+    are slow, and a thread of libarrow that calls Python while the interpreter exits ends the process.
+    """
+    if isinstance(source, pa.NativeFile):
+        if isinstance(source, pa.PythonFile) or not source.seekable():
+            return _CheckedFile(source)
+        start = source.tell()
+        is_old = _begins_before_v5(lambda at, size: source.read_at(size, start + at))
+        source.seek(start)
+        return _CheckedFile(source) if is_old else source
+    try:
+        memory = pa.py_buffer(source)
+    except TypeError:
+        pass
+    else:
+        view = memoryview(memory).cast("B")
+        is_old = _begins_before_v5(lambda at, size: view[at : at + size])
+        return _CheckedFile(pa.BufferReader(memory)) if is_old else source
     if hasattr(source, "read"):
         return _CheckedFile(source)
+    if not os.path.isfile(source):
+        return source
+    file = pa.input_stream(source)
+    if isinstance(file, pa.CompressedInputStream):
+        return _CheckedFile(file)
+    with open(source, "rb") as opened:
+        is_old = _begins_before_v5(lambda at, size: os.pread(opened.fileno(), size, at))
+    return _CheckedFile(file) if is_old else source
+
+
+def _begins_before_v5(read_at: Callable[[int, int], Buffer]) -> bool:
+    """Return whether the first message of a stream may have metadata older than V5.
+
+    Args:
+        read_at: Returns the bytes of the stream at a position, up to a size.
+    """
+    if bytes(read_at(0, 4)) != CONTINUATION:
+        return True  # the format before Arrow 0.15
+    length = int.from_bytes(read_at(4, 4), "little")
+    if length > MAX_METADATA:
+        return True
     try:
-        return _CheckedFile(pa.BufferReader(source))
-    except TypeError:
-        return _CheckedFile(pa.input_stream(source))
+        return is_before_v5(read_at(8, length))
+    except (struct.error, IndexError):
+        return False  # libarrow reports the damage
 
 
 class Reading:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -110,8 +111,26 @@ def _open_csv(source: Any, use_threads: bool | None = None, **convert: Any) -> p
         schema = pyarrow.csv.open_csv(first_block, options, parsing, pyarrow.csv.ConvertOptions(**convert)).schema
         if schema.types[0] in (pa.string(), pa.binary()):  # in which neither words such as NA nor "" are null
             convert |= {"null_values": [""], "strings_can_be_null": True, "quoted_strings_can_be_null": False}
-    blocks = _CsvBlocks(source if isinstance(source, _WatchedText) else pa.input_stream(source))
-    return pyarrow.csv.open_csv(blocks, options, parsing, pyarrow.csv.ConvertOptions(**convert))
+    return pyarrow.csv.open_csv(_csv_blocks(source), options, parsing, pyarrow.csv.ConvertOptions(**convert))
+
+
+def _csv_blocks(source: Any) -> Any:
+    """Return a file that libarrow reads without splitting CR LF.
+
+    It is a file of libarrow if possible, since a thread of libarrow that calls Python while the interpreter exits ends
+    the process.
+    """
+    if isinstance(source, _WatchedText):
+        return _CsvBlocks(source)
+    file = pa.input_stream(source)
+    return _CsvBlocks(file) if isinstance(file, pa.CompressedInputStream) or _splits_crlf(source) else file
+
+
+def _splits_crlf(path: str) -> bool:
+    """Return whether a block of the file ends within CR LF."""
+    with open(path, "rb") as file:
+        starts = range(_BLOCK_SIZE, os.fstat(file.fileno()).st_size, _BLOCK_SIZE)
+        return any(os.pread(file.fileno(), 2, start - 1) == b"\r\n" for start in starts)
 
 
 def _header(source: Any) -> tuple[int, int]:

@@ -7,8 +7,10 @@ and load metadata ahead without reading a body.
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -20,10 +22,10 @@ from dissociated.codec.writer import ReadStats
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError, StoreError
 from dissociated.format.encapsulated import CONTINUATION, FILE_MAGIC, FOOTER_TAIL
 from dissociated.format.footer import Footer, parse_footer
-from dissociated.format.message import MISREAD, HeaderType, is_misread, parse_header, row_count
+from dissociated.format.message import MISREAD, HeaderType, is_before_v5, is_misread, parse_header, row_count
 from dissociated.ipc.opening import random_access, sequential
 from dissociated.ipc.raw_files import file_errors
-from dissociated.ipc.source import ByteRange, FileSource, Prefetched, RandomAccess, coalesced
+from dissociated.ipc.source import ByteRange, Prefetched, RandomAccess, coalesced
 
 
 class FileReader:
@@ -45,6 +47,7 @@ class FileReader:
         self._end = footer_offset or source.size
         self._options = options
         self._lock = threading.Lock()  # libarrow's reader is not thread-safe
+        self._is_old: bool | None = None  # whether the metadata is older than V5; the footer does not tell
         self._dictionaries_checked = False
         with arrow_errors(FormatError):
             self._reader: Any = pa.ipc.RecordBatchFileReader(
@@ -96,9 +99,7 @@ class FileReader:
     def get_batch_with_custom_metadata(self, i: int) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
         """Return batch number `i`, counted from 0, and the custom metadata of its message."""
         self._check((i,))
-        self._native()
-        # Of a mapped batch, perhaps only some pages are needed.
-        return self._decode(i, self._fetch((i,)) if isinstance(self._source, FileSource) else None)
+        return self._decode(i, None)
 
     def read_together(self, indices: Sequence[int]) -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]:
         """Read several batches with one read, from the beginning of the first to the end of the last.
@@ -114,7 +115,10 @@ class FileReader:
         """
         self._check(indices)
         self._native()
-        piece = self._fetch(indices)
+        piece = None
+        if indices and not self._options.included_fields:
+            spans = [self._span(index) for index in indices]
+            piece = self._source.fetch(min(start for start, _ in spans), max(end for _, end in spans))
         for index in indices:
             yield self._decode(index, piece)
 
@@ -162,26 +166,29 @@ class FileReader:
             self._reader = None
         self._source.close()
 
-    def _fetch(self, indices: Sequence[int]) -> Prefetched | None:
-        """Read whole batches. Return None if only some fields are included, or a later read costs nothing."""
-        if not indices or self._options.included_fields:
-            return None
-        spans = [self._span(index) for index in indices]
-        with arrow_errors(FormatError):
-            return self._source.fetch(min(start for start, _ in spans), max(end for _, end in spans))
-
     def _decode(self, index: int, piece: Prefetched | None) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
         """Decode a batch. Raise FormatError if libarrow would misread the batch or a dictionary."""
         with arrow_errors(FormatError), self._lock, self._source.offer(piece):
             reader = self._native()
-            blocks = self.footer.record_batches[index : index + 1].tolist()
-            if not self._dictionaries_checked:  # libarrow reads all dictionaries with the first batch
-                blocks += self.footer.dictionaries.tolist()
-            if any(is_misread(self._header(start, length)) for start, length, _ in blocks):
-                raise FormatError(MISREAD)
-            self._dictionaries_checked = True
+            if self._is_old is not False:
+                self._refuse_misread(index)
             both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = reader.get_batch_with_custom_metadata(index)
             return both
+
+    def _refuse_misread(self, index: int) -> None:
+        """Raise FormatError if libarrow would misread the batch. The version of the first one read is that of all."""
+        blocks = self.footer.record_batches[index : index + 1].tolist()
+        if self._is_old is None:
+            start, length, _ = blocks[0]
+            with suppress(struct.error, IndexError):  # libarrow reports the damage
+                self._is_old = is_before_v5(self._header(start, length))
+            if not self._is_old:
+                return
+        if not self._dictionaries_checked:  # libarrow reads all dictionaries with the first batch
+            blocks += self.footer.dictionaries.tolist()
+        if any(is_misread(self._header(start, length)) for start, length, _ in blocks):
+            raise FormatError(MISREAD)
+        self._dictionaries_checked = True
 
     def _native(self) -> Any:
         if self._reader is None:

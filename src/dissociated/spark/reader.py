@@ -107,7 +107,7 @@ class DatasetReader(DataSourceReader):
             _BatchFilter(self.request, self.schema, info.schema)
             nbytes = (info.nbytes or 0) * share
             parts = math.ceil(nbytes / slice_bytes)
-            rounds = math.ceil(parts / tasks)
+            rounds = math.ceil(parts / max(1, tasks))
             parts = max(parts, min(rounds * tasks, int(nbytes / MIN_SLICE_BYTES)))
             return [
                 EndpointPartition(

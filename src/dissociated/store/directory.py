@@ -205,8 +205,8 @@ class Directory(ProcessBound):
         for entry in entries:
             manifest = b""
             try:
-                manifest = read_manifest(entry)
-                version = decode_manifest(manifest)
+                manifest, is_refused = _read_manifest(entry)
+                version = _decode(manifest, is_refused)
                 if version.id != entry.name:
                     raise StoreError(f"{MANIFEST} is that of {version.id!r}")
             except StoreError as error:
@@ -392,10 +392,8 @@ class Directory(ProcessBound):
         """Finish a removal that was interrupted. Without a mark its reason is unknown, so it counts as lost."""
         lost = not (removed / _DROPPED).exists()
         version = None
-        with suppress(OSError, StoreError, *DAMAGE):
-            version = replace(decode_manifest((removed / _REFUSED).read_bytes()), prepared=True)
         with suppress(OSError, StoreError, *DAMAGE):  # the manifest is removed already, or damaged
-            version = decode_manifest((removed / MANIFEST).read_bytes())
+            version = _decode(*_read_manifest(removed))
         self._move_to_trash(removed, version, lost)
 
     def sweep(self, staging_timeout: float) -> None:
@@ -436,6 +434,17 @@ def _mark_dropped(directory: Path) -> None:
 
 def _is_directory(path: Path) -> bool:
     return stat.S_ISDIR(path.lstat().st_mode)
+
+
+def _read_manifest(directory: Path) -> tuple[bytes, bool]:
+    """Return the manifest of a version, and whether the version was refused. Raises the errors of `read_manifest`."""
+    is_refused = not (directory / MANIFEST).exists() and (directory / _REFUSED).exists()
+    return read_manifest(directory, _REFUSED if is_refused else MANIFEST), is_refused
+
+
+def _decode(manifest: bytes, is_refused: bool) -> Version:
+    version = decode_manifest(manifest)
+    return replace(version, prepared=True) if is_refused else version
 
 
 def sizes(directory: Path) -> dict[int, int]:

@@ -43,15 +43,15 @@ def decode_lines(manifest: bytes) -> dict[str, Any]:
     return members
 
 
-def read_manifest(entry: Path) -> bytes:
-    """Read the manifest of an entry.
+def read_manifest(entry: Path, name: str = MANIFEST) -> bytes:
+    """Read the manifest of an entry, which has another name if the version was refused.
 
     Raises OSError, and StoreError if the entry is no directory or its manifest no regular file.
     """
     if not stat.S_ISDIR(entry.lstat().st_mode):
         raise StoreError("the entry is not a directory")
     try:
-        descriptor = open_regular(entry / MANIFEST, os.O_RDONLY)
+        descriptor = open_regular(entry / name, os.O_RDONLY)
     except FileNotFoundError:
         raise StoreError(f"the entry has no {MANIFEST}") from None
     except StoreError:
