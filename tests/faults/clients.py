@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import threading
+from pathlib import Path
 
 import dissociated as dis
+from support.helpers import wait_until
 
 from .conftest import Good
 from .peer import PATIENCE
@@ -55,10 +57,17 @@ class Reading:
 
 
 def end_by(process: subprocess.Popen[str], sign: signal.Signals) -> None:
-    """Kill a process and wait for its end, or stop it."""
+    """Kill or stop a process, and wait until it has ended, or all of its threads have stopped."""
     process.send_signal(sign)
     if sign is signal.SIGKILL:
         process.wait(PATIENCE)
+    else:
+        wait_until(lambda: _is_stopped(process.pid), "it has stopped")
+
+
+def _is_stopped(pid: int) -> bool:
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {*states} == {"T"}
 
 
 def failure_by(process: subprocess.Popen[str], uri: str, sign: signal.Signals, timeout: float) -> BaseException | None:
