@@ -15,6 +15,7 @@ from types import TracebackType
 
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, LiveMessage
+from dissociated.server.pending_error import PendingError
 
 #: Seconds between two sends of small messages in a burst.
 COALESCE_INTERVAL = 0.001
@@ -45,7 +46,7 @@ class Coalescer:
         self._thread: threading.Thread | None = None
         self._idle = False  # whether the thread waits to be notified of a message
         self._closed = False
-        self._error: BaseException | None = None  # of `send` in the thread, until a caller has got it
+        self._error = PendingError()  # of `send` in the thread, until a caller has got it
 
     def add(self, message: SplitMessage) -> None:
         """Send a message, alone or together with its neighbours. The message must be small and have a body."""
@@ -74,12 +75,7 @@ class Coalescer:
 
     def _flush(self) -> None:
         waiting, self._waiting, self._count, self._nbytes = self._waiting, [], 0, 0
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # else the error, through this frame, would keep itself and the messages alive
+        self._error.raise_once()
         if waiting:
             self._send(waiting)
             self._last_activity = time.monotonic()
@@ -95,7 +91,7 @@ class Coalescer:
                     try:
                         self._flush()
                     except BaseException as error:
-                        self._error = error
+                        self._error.set(error)
                         return
                 else:
                     self._idle = True

@@ -24,6 +24,7 @@ from dissociated.protocol.message import Message, Run
 from dissociated.protocol.sender import Body
 from dissociated.protocol.wire import BodyKind, Streams, encode_addresses, leased_addresses
 from dissociated.server.coalescer import COALESCE_INTERVAL, MIN_BURST, Coalescer
+from dissociated.server.pending_error import PendingError
 from dissociated.server.sending import ClientRequest, Sending
 
 _MAX_WAIT = 3600.0  # seconds; this long only because new messages and frees wake the thread that waits
@@ -246,7 +247,7 @@ class BroadcastSending(_LiveMemorySending):
         # All that the encoding of messages depends on, apart from the messages, their place, and `_half_closed`.
         self._kind = dataset, self._connection.encoding, self._mapped, self._limits.inline_limit, self._max_metadata
         self._turn = threading.Lock()  # held while a thread sends; the connection's thread releases it to wait
-        self._error: BaseException | None = None  # of a send in the pump's thread, or of frees that came during a send
+        self._error = PendingError()  # of a send in the pump's thread, or of frees that came during a send
 
     def send(self) -> None:
         if self._streams is not Streams.BOTH:
@@ -266,7 +267,7 @@ class BroadcastSending(_LiveMemorySending):
             self._send_to(consumer)
         finally:
             self._connection.take_while_sending(None)
-            self._error = None  # it would keep itself and the messages alive
+            self._error.set(None)  # it would keep itself and the messages alive
 
     def _send_to(self, consumer: Consumer) -> None:
         """Send `consumer` its messages until the end of the stream."""
@@ -317,7 +318,8 @@ class BroadcastSending(_LiveMemorySending):
         try:
             is_done = self._send_at_once(encodings)
         except BaseException as error:
-            self._error, is_done = error, False
+            self._error.set(error)
+            is_done = False
         finally:
             self._turn.release()
         if not is_done:
@@ -327,7 +329,7 @@ class BroadcastSending(_LiveMemorySending):
         """Send the waiting messages without waiting. Return False if something remains for the connection's thread."""
         consumer, connection = self._consumer, self._connection
         assert consumer is not None
-        if self._error is not None or connection.backlog or consumer.queued > _MAX_AT_ONCE:
+        if self._error or connection.backlog or consumer.queued > _MAX_AT_ONCE:
             return False
         if any(map(self._may_wait, consumer.waiting)):
             return False
@@ -344,21 +346,16 @@ class BroadcastSending(_LiveMemorySending):
 
     def _take_frees_early(self) -> None:
         """Take frees while a send waits, since the source may wait for them. After an error, no message follows."""
-        if self._error is None:
+        if not self._error:
             try:
                 self._take_frees()
             except DissociatedError as error:
-                self._error = error  # raised after the send, so that the client can be told
+                self._error.set(error)  # raised after the send, so that the client can be told
 
     def _finish_delivery(self) -> None:
         """Do the rest of a send in the pump's thread: raise its error, or send what the connection did not take."""
         while True:
-            error, self._error = self._error, None
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    del error  # else the error, through this frame, would keep itself and the messages alive
+            self._error.raise_once()
             if not (self._connection.sends_at_once and self._connection.backlog):
                 return
             self._connection.send((), self._limits.stall_timeout)
