@@ -150,12 +150,10 @@ def _checked_source(source: Any) -> Any:
         return _CheckedFile(source)
     if not os.path.isfile(source):
         return source
-    file = pa.input_stream(source)
-    if isinstance(file, pa.CompressedInputStream):
-        return _CheckedFile(file)
-    with open(source, "rb") as opened:
-        is_old = _begins_before_v5(lambda at, size: os.pread(opened.fileno(), size, at))
-    return _CheckedFile(file) if is_old else source
+    with pa.input_stream(source) as file:
+        is_compressed = isinstance(file, pa.CompressedInputStream)
+        is_old = is_compressed or _begins_before_v5(lambda at, size: file.read_at(size, at))
+    return _CheckedFile(pa.input_stream(source)) if is_old else source
 
 
 def _begins_before_v5(read_at: Callable[[int, int], Buffer]) -> bool:
