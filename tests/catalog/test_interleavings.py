@@ -5,10 +5,12 @@ The other thread's work runs in the committing thread at exactly that step: each
 
 from __future__ import annotations
 
+import errno
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,32 @@ def test_a_version_that_was_refused_is_not_published_by_a_restart(memory: Path, 
     with Fork("-c", CHILD, memory, env=child_environment()) as process:
         assert process.wait(PATIENCE) == -signal.SIGKILL
     with Node(Store(memory), ["shm:"]) as node, dis.connect(node.uri) as client:
+        assert client.read("d").read_all() == table(1)
+        client.put("d", table(3))
+        assert client.describe("d").version == 3
+
+
+@pytest.mark.parametrize("policy", [Policy.REFUSE, Policy.SPILL])
+def test_a_version_that_was_refused_on_a_full_disk_is_not_published_by_a_restart(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    disk = memory / "disk" if policy is Policy.SPILL else None
+    full = Fault(str(memory / "store"), error=errno.ENOSPC, operations=("write",), times=1000)
+
+    def fill_and_refuse() -> None:
+        faults.enter_context(full)
+        refuse()
+
+    with (
+        ExitStack() as faults,  # until the node has ended
+        Node(Store(memory / "store", None, policy, disk), ["shm:"]) as node,
+        dis.connect(node.uri) as client,
+    ):
+        client.put("d", table(1))
+        before(monkeypatch, Database, "publish", fill_and_refuse)
+        with pytest.raises(CatalogError, match="refused"):
+            client.put("d", table(2))
+    with Node(Store(memory / "store", None, policy, disk), ["shm:"]) as node, dis.connect(node.uri) as client:
         assert client.read("d").read_all() == table(1)
         client.put("d", table(3))
         assert client.describe("d").version == 3

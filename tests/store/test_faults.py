@@ -9,7 +9,7 @@ import errno
 import os
 import signal
 import subprocess
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -122,15 +122,26 @@ def test_a_rollback_that_is_interrupted_hides_no_earlier_version(memory: Path, c
             return
 
 
-def test_a_rollback_on_a_full_disk_hides_no_earlier_version(memory: Path) -> None:
-    with Store(memory / "store") as store:
+FULL = [(errno.ENOSPC, ("write",)), (errno.ENOSPC, ("write", "create", "mkdir")), (errno.EIO, ("fsync",))]
+
+
+@pytest.mark.parametrize("spills", [False, True], ids=["no spill", "spill"])
+@pytest.mark.parametrize(("error", "operations"), FULL, ids=["writes", "writes and files", "syncs"])
+def test_a_rollback_on_a_full_disk_hides_no_earlier_version(
+    memory: Path, error: int, operations: tuple[str, ...], spills: bool
+) -> None:
+    options: dict[str, Any] = {"policy": Policy.SPILL, "spill": memory / "disk"} if spills else {}
+    with Store(memory / "store", **options) as store:
         take_in_store(store, ("a", "overwrite", [1]))
         version = store.commit(staged(store, "a", [2]), pending=True)
-        with Fault(str(memory), error=errno.ENOSPC, operations=("write",), times=FOR_GOOD):
-            store.remove(replace(version, prepared=True))
+        with Fault(str(memory), error=error, operations=operations, times=FOR_GOOD):
+            with nullcontext() if error == errno.ENOSPC else pytest.raises(StoreError):
+                store.remove(replace(version, prepared=True))
             store.sweep()
             store.close()
-    assert restarted(memory / "store") == {"a": [1]}
+    with node(memory / "store", **options) as again, dis.connect(again.uri) as client:
+        assert served(client) == {"a": [1]}
+        assert len(again.store.versions()) == 1 or error != errno.ENOSPC
 
 
 def test_a_call_that_fails_on_the_stage_of_a_server_changes_nothing_or_is_not_noticed() -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -365,8 +365,11 @@ class Places:
             for directory in (self.directory, self.disk):  # a move to disk that failed may have left a second copy
                 if directory is not None and directory is not place and directory.holds(version):
                     directory.remove(version, superseded=True)
-            if self.disk is not None:  # since it was published or spilled, its record there counts it as lost
-                self._record(version, lost)
+            if self.disk is not None:
+                # Since a version was published or spilled, its record there counts it as lost. A refused version has no
+                # such record, and a manifest that may say that it was published: it is removed also on a full disk.
+                with suppress(OSError) if version.prepared else nullcontext():
+                    self._record(version, lost)
             self._take_from(place, version, lost)
         self.contents.pop(version.id)
         self.cache.pop(version.id)
