@@ -6,25 +6,27 @@ import itertools
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
 from dissociated.control.version import Version
-from dissociated.errors import CatalogError, DissociatedError, StoreError, StoreFull
+from dissociated.errors import CatalogError, DeadlineExceeded, DissociatedError, StoreError, StoreFull
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from support.helpers import case, commit_of, connections_left, wait_until
+from support.helpers import PATIENCE, case, commit_of, connections_left, wait_until
 from support.machine import media
 from support.nodes import MIB, small_file_system
 from support.processes import Start
@@ -110,6 +112,31 @@ def test_writers_at_once_evict_different_versions(memory: Path) -> None:
         with ThreadPoolExecutor(writers) as pool:
             assert [*pool.map(lambda number: store.reserve(f"new{number}", MIB), range(writers))] == [MIB] * writers
         assert len({*announced}) == len(announced)
+
+
+def test_a_writer_does_not_wait_for_long_while_the_catalog_of_another_hangs(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dissociated.store.eviction.ANNOUNCE_TIMEOUT", 0.01)
+    asked, answered = threading.Event(), threading.Event()
+
+    @contextmanager
+    def announce(versions: Sequence[Version]) -> Iterator[Sequence[Version]]:
+        asked.set()
+        assert answered.wait(PATIENCE)
+        yield versions
+
+    with Store(memory / "store", 2 * MIB, Policy.EVICT) as store, ThreadPoolExecutor() as pool:
+        put(store, "old", 1)
+        store.eviction.announce = announce
+        first = pool.submit(store.ensure_room, "a", 2 * MIB - 1)
+        assert asked.wait(PATIENCE)
+        with pytest.raises(DeadlineExceeded, match=r"is full, and the catalog has not recorded .* for 0.01 s"):
+            store.ensure_room("b", 2 * MIB - 1)
+        assert not first.done()
+        answered.set()
+        first.result(PATIENCE)
+        store.ensure_room("b", 2 * MIB - 1)
 
 
 def test_room_that_others_take_during_an_announcement_is_made_again(memory: Path) -> None:
@@ -474,6 +501,45 @@ def test_what_was_dropped_at_the_catalog_makes_room_at_once(memory: Path, upstre
         there.drop("a")
         here.put("c", LARGE)
         assert [info.name for info in here.list()] == ["b", "c"]
+
+
+REFUSALS = [
+    (Policy.REFUSE, CatalogError, "drop datasets that are not needed"),
+    (Policy.EVICT, DeadlineExceeded, r"is full, .* has not answered an earlier report for 0.01 s"),
+]
+
+
+@pytest.mark.parametrize(("policy", "error", "message"), REFUSALS, ids=["refuse", "evict"])
+def test_a_writer_does_not_wait_for_long_while_a_report_of_its_node_hangs(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy, error: type[Exception], message: str
+) -> None:
+    heartbeat, asked, answering = LocalCatalog.heartbeat, threading.Event(), threading.Lock()
+
+    def answer(catalog: LocalCatalog, body: Mapping[str, Any]) -> dict[str, Any]:
+        asked.set()
+        with answering:
+            return heartbeat(catalog, body)
+
+    monkeypatch.setattr(LocalCatalog, "heartbeat", answer)
+    store = Store(memory / "store", 14 * MIB, policy)
+    with (
+        closing(CatalogService("grpc://127.0.0.1:0")) as upstream,
+        Node(store, ["shm:"], catalog=upstream.uri, heartbeat_interval=600.0) as node,
+        dis.connect(node.uri) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        for name in "ab":
+            client.put(name, LARGE)
+        node.service.catalog.reconcile()
+        asked.clear()
+        monkeypatch.setattr("dissociated.catalog.upstream.PEER_TIMEOUT", 0.01)
+        with answering:
+            report = pool.submit(node.service.catalog.reconcile)
+            assert asked.wait(PATIENCE)
+            with pytest.raises(error, match=message):
+                client.put("c", LARGE)
+        report.result(PATIENCE)
+        assert names(store) == ["a", "b"]
 
 
 def test_what_has_expired_makes_room_at_once(memory: Path) -> None:

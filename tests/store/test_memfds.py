@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,15 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError, StoreFull, TransportError
+from dissociated.errors import (
+    AccessDenied,
+    CatalogError,
+    DatasetNotFound,
+    DeadlineExceeded,
+    StoreError,
+    StoreFull,
+    TransportError,
+)
 from dissociated.memory.shared import Backing
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
@@ -496,6 +504,35 @@ def test_a_listener_does_not_wait_for_long_when_it_is_closed(tmp_path: Path, mon
         assert not path.exists()
         has_answered.set()
         assert taken.result(PATIENCE) == "name"
+
+
+def test_nothing_is_taken_from_a_writer_that_has_given_up(tmp_path: Path) -> None:
+    """A full store would evict versions for it, and would keep the memory."""
+    is_waiting, has_answered = threading.Event(), threading.Event()
+    inodes = []
+
+    def take(descriptor: int) -> str:
+        inodes.append(os.fstat(descriptor).st_ino)
+        is_waiting.set()
+        assert has_answered.wait(PATIENCE)
+        return "name"
+
+    path = str(tmp_path / "memfd.sock")
+    with (
+        leaving_nothing(),
+        memfd(table(1)) as first,
+        memfd(table(2)) as second,
+        memfd(table(3)) as third,
+        ThreadPoolExecutor() as pool,
+        closing(HandoverListener(Path(path), take)),
+    ):
+        taken = pool.submit(hand_over, path, first, PATIENCE)
+        assert is_waiting.wait(PATIENCE)
+        with pytest.raises(DeadlineExceeded):
+            hand_over(path, second, 0.01)
+        has_answered.set()
+        assert taken.result(PATIENCE) == hand_over(path, third, PATIENCE) == "name"
+        assert inodes == [os.fstat(first).st_ino, os.fstat(third).st_ino]
 
 
 def test_a_node_that_is_gone_is_told(tmp_path: Path) -> None:

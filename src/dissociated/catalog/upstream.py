@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base.display import plural
+from dissociated.base.locks import held_within
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.holdings import Holdings
@@ -190,9 +191,14 @@ class UpstreamCatalog(Catalog):
         replaced_ids = self._replaced_ids | {version.id for version in published if version.ticket not in identifiers}
         self._replaced_ids = {id for id in replaced_ids if self._backend.store.version(id) is not None}
 
+    def _reporting(self) -> AbstractContextManager[None]:
+        """Return a context in which no other thread reports. It raises DeadlineExceeded if one goes on for too long."""
+        reason = f"the catalog at {self._upstream.uri} has not answered an earlier report for {PEER_TIMEOUT:g} s"
+        return held_within(PEER_TIMEOUT, self._report_lock, reason)
+
     def _report_changes(self) -> None:
         """Report the changes to the upstream, or everything if the upstream does not know the last report."""
-        with self._report_lock:
+        with self._reporting():
             # Read the count first: changes made from now on are reported once more.
             changes = self._backend.store.changes
             changed_parts = self._changed_parts()
@@ -219,8 +225,9 @@ class UpstreamCatalog(Catalog):
             StoreFull: The upstream has not confirmed the report.
         """
         store = self._backend.store
-        with self._report_lock:
+        with ExitStack() as reporting:
             try:
+                reporting.enter_context(self._reporting())
                 before = store.changes
                 self._report_changes()
                 if any(store.version(id) is None for id in store.changed(before) or ()):

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
+from dissociated.base.locks import held_within
 from dissociated.control.version import Version
 from dissociated.store.places import Place, Places
 
 T = TypeVar("T")
+
+#: Seconds that a writer waits for the announcements of other writers: no longer than for the answer to its own.
+ANNOUNCE_TIMEOUT = 60.0
 
 
 class Policy(Enum):
@@ -91,11 +95,16 @@ class Eviction:
             The result of the operation.
 
         Raises:
-            StoreFull, CatalogUnreachable, DeadlineExceeded: The versions cannot be announced.
+            StoreFull, CatalogUnreachable, DeadlineExceeded: The versions cannot be announced, or those of another
+                writer have not been announced in time.
         """
         with suppress(_EvictionPending):
             return operation()
-        with self._announcing, ExitStack() as locked:
+        reason = (
+            f"the store {str(self._places.directory.path)!r} is full, and the catalog has not recorded the evictions "
+            f"of other writers for {ANNOUNCE_TIMEOUT:g} s"
+        )
+        with held_within(ANNOUNCE_TIMEOUT, self._announcing, reason), ExitStack() as locked:
             while True:  # A version goes in each round, and an operation that finds none to evict ends the loop.
                 try:
                     return operation()

@@ -133,8 +133,8 @@ class HandoverListener(ProcessBound):
     def _answer(self, connection: socket.socket) -> None:
         data, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         try:
-            if not data:
-                return
+            if not data or _is_closed(connection):
+                return  # making room for a writer that has given up would evict versions for nothing
             if not descriptors:
                 answer = _encode_answer(error="no descriptor arrived; the node may have too many open")
             else:
@@ -200,6 +200,13 @@ def hand_over(path: str, descriptor: int, timeout: float) -> str:
     if "segment" not in reply:
         raise StoreError(reply["error"])
     return str(reply["segment"])
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Return whether the peer has closed a connection."""
+    poll = select.poll()
+    poll.register(connection, 0)  # the kernel reports POLLHUP in any case
+    return bool(poll.poll(0))
 
 
 def _encode_answer(**answer: str) -> bytes:
