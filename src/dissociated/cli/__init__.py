@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from dissociated.base.display import advise_name, printable
-from dissociated.cli import terminal
+from dissociated.cli import streams, terminal
 
 #: The module and the summary of each command. The module is loaded for its command only. Its function `add_NAME` adds
 #: the description, the options and the function `run` to the command's parser.
@@ -113,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     try:
+        if sys.stdout is None:
+            raise _CommandError("the standard output is closed: redirect it, for example to /dev/null")
+        sys.stdout = streams.complete_stdout(sys.stdout)
         top = parser(words)
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:
             advice = advise_name(words[0], [*COMMANDS], "dissociated --help").replace("names", "commands")

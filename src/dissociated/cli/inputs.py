@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pyarrow as pa
 
+from dissociated.cli import streams
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.filter.statistics import MAX_STATISTICS
 from dissociated.codec.reader import StreamReader
@@ -53,12 +53,12 @@ def check_arrow(path: Path, advice: str, parquet: bool = True) -> None:
 
 
 def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
-    if sys.stdin.isatty():
-        raise OptionError('"-" is the standard input, which is this terminal: pipe data into the command')
-    stdin: Any = sys.stdin.buffer
+    if not streams.has_input():
+        raise OptionError('"-" is the standard input, which is closed or this terminal: pipe data into the command')
+    stdin = owned.enter_context(streams.open_stdin())
     if written == "csv":
         return make_dataset("-", open_text("the standard input", stdin, written))
-    if written is not None or stdin.peek(8)[:4] in (b"ARRO", b"PAR1"):  # these formats are read twice, or from the end
+    if written is not None or stdin.peek()[:4] in (b"ARRO", b"PAR1"):  # these formats are read twice, or from the end
         memory = owned.enter_context(os.fdopen(os.memfd_create("stdin"), "wb"))
         shutil.copyfileobj(stdin, memory)
         memory.flush()
@@ -69,7 +69,7 @@ def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
             return make_dataset("-", Path(path))
         except (SourceError, StoreError) as error:
             raise SourceError(f"the standard input cannot be published: {error}") from None
-    if not stdin.peek(1):
+    if not stdin.peek():
         raise SourceError("the standard input is empty")
     try:
         file = _StreamFile(stdin)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from dissociated.cli import access, formats, target, text
+from dissociated.cli import access, formats, streams, target, text
 from dissociated.cli.condition import parse_condition
 from dissociated.cli.formats import FILE_FORMATS, FileFormat
 from dissociated.cli.signals import EndingSignals
@@ -198,9 +198,11 @@ def _run_sql(arguments: argparse.Namespace) -> None:
     """Run the query, and print its result."""
     from dissociated.client.sql import SqlSession  # on first use: duckdb is slow to import
 
-    if arguments.query == "-" and sys.stdin.isatty():
+    if arguments.query == "-" and not streams.has_input():
         raise OptionError('no query is given: dissociated sql "SELECT ...", or a query on the standard input')
-    query = sys.stdin.read() if arguments.query == "-" else arguments.query
+    query = arguments.query
+    if query == "-":
+        query = io.TextIOWrapper(streams.open_stdin(), sys.stdin.encoding).read()
     if not query.strip():
         raise OptionError('the query is empty: dissociated sql "SELECT ..."')
     if arguments.into is not None:
@@ -397,7 +399,4 @@ def write_stdout(
     """
     if not file_format.is_text and sys.stdout.isatty():
         raise OptionError("this format is binary, and the standard output is a terminal: redirect it into a file")
-    if isinstance(sys.stdout.buffer, io.RawIOBase):  # with PYTHONUNBUFFERED, a write may be partial
-        with open(sys.stdout.fileno(), "wb", closefd=False) as sink:
-            return stream_batches(reader, sink, file_format, advance)
     return stream_batches(reader, sys.stdout.buffer, file_format, advance)

@@ -68,7 +68,7 @@ def confirm(question: str) -> bool:
     Raises:
         OptionError: The standard input is no terminal, so nobody can answer.
     """
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         raise OptionError(f"the question {question!r} needs an answer from a terminal: give --yes")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
