@@ -191,6 +191,24 @@ def test_head_cat_and_get_take_conditions(catalog: str, tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "some.parquet") == TABLE.slice(3, 2)
 
 
+def test_a_condition_is_for_the_version_that_is_read() -> None:
+    """The dataset is replaced at the second request: a condition for integers means something else for doubles."""
+    requests = 0
+
+    def authorize(token: str) -> str:
+        nonlocal requests
+        requests += 1
+        if requests == 2:
+            server.publish("d", pa.table({"x": [5.2, 5.6]}))
+        return "user"
+
+    with dis.Server(["tcp://127.0.0.1:0"], authorize=authorize) as server:
+        server.publish("d", pa.table({"x": [1, 9]}))
+        shown = call("cat", f"{server.catalog_uri}/d", "--filter", "x > 5.5", DISSOCIATED_TOKEN="any")
+    assert (shown.returncode, shown.stdout) == (0, "  x\n5.6\n"), shown.stderr
+    assert requests > 2
+
+
 def test_sql_asks_datasets_by_their_names(catalog: str, files: Path) -> None:
     question = "SELECT text, count(*) AS c, max(n) AS m FROM flights WHERE n > 500 GROUP BY text ORDER BY text"
     with duckdb.connect() as connection:

@@ -62,6 +62,17 @@ def test_statements_that_change_data_are_refused_before_anything_runs(client: di
             assert client.read("orders").read_all() == before
 
 
+def test_several_results_are_refused_by_formats_that_hold_one(client: dis.Client) -> None:
+    script = "SELECT 1 AS a; SELECT 2 AS b"
+    for kind in ("arrow", "arrows", "parquet", "csv"):
+        told = call("sql", script, "-f", kind, "--catalog", client.uri)
+        assert (told.returncode, told.stdout) == (1, "")
+        assert f"the format {kind} holds one result" in told.stderr
+    assert call("sql", script, "-f", "jsonl", "--catalog", client.uri).stdout == '{"a": 1}\n{"b": 2}\n'
+    assert call("sql", script, "--catalog", client.uri).stdout == "a\n1\nb\n2\n"
+    assert call("sql", f"CREATE TABLE t AS {script}", "-f", "csv", "--catalog", client.uri).stdout == '"b"\n2\n'
+
+
 def test_private_tables_may_change(client: dis.Client) -> None:
     script = "CREATE TABLE t AS FROM orders; DELETE FROM t WHERE id = 1; SELECT count(*) AS n FROM t"
     assert call("sql", script, "--catalog", client.uri).stdout == "n\n2\n"

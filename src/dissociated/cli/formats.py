@@ -29,13 +29,14 @@ _INVALID_FOOTER = b"broken off"
 class FileFormat(NamedTuple):
     """An output format: a function that opens a writer, the endings of files, and whether it is Arrow IPC or text.
 
-    Messages say that users choose columns by `choose`.
+    Outputs of a format that `holds_several` can follow each other. Messages say that users choose columns by `choose`.
     """
 
     open: _Open
     endings: tuple[str, ...] = ()
     is_ipc: bool = False
     is_text: bool = False
+    holds_several: bool = False
     choose: str = "--columns A,B"
 
 
@@ -120,8 +121,8 @@ FILE_FORMATS = {
     "arrows": FileFormat(_arrow_stream, (".arrows",), is_ipc=True),
     "parquet": FileFormat(_parquet, (".parquet",)),
     "csv": FileFormat(_csv, (".csv",), is_text=True),
-    "jsonl": FileFormat(_json_lines, (".jsonl", ".ndjson"), is_text=True),
-    "table": FileFormat(_table, is_text=True),
+    "jsonl": FileFormat(_json_lines, (".jsonl", ".ndjson"), is_text=True, holds_several=True),
+    "table": FileFormat(_table, is_text=True, holds_several=True),
 }
 
 

@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +22,15 @@ from dissociated.cli.condition import parse_condition
 from dissociated.cli.formats import FILE_FORMATS, FileFormat
 from dissociated.cli.signals import EndingSignals
 from dissociated.cli.terminal import Advance, progress
+from dissociated.client.client import Client
+from dissociated.client.endpoints import MAX_RETRIES
+from dissociated.client.request import ReadRequest
+from dissociated.client.version_reader import VersionReader
 from dissociated.codec.columns import values_size
 from dissociated.codec.split import batches
 from dissociated.codec.validation import Validator
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.errors import OptionError, WrongKind
+from dissociated.errors import DatasetNotFound, OptionError, WrongKind
 from dissociated.store.files import NewFile
 
 _HEAD = """\
@@ -210,14 +216,20 @@ def _run_sql(arguments: argparse.Namespace) -> None:
     catalog = target.find(arguments).catalog
     with access.client(catalog, arguments) as client, SqlSession(client, _ADVICE) as session:
         statements = session.parse(query, returns_rows=arguments.into is not None)
+        file_format = FILE_FORMATS[arguments.format or "table"]
         for statement in statements:
             answer = session.run(statement)
             if answer is None:
                 continue
-            if arguments.into and statement is statements[-1]:
+            is_last = statement is statements[-1]
+            if not (is_last or file_format.holds_several):
+                raise OptionError(
+                    f"the format {arguments.format} holds one result: let only the last statement return rows, or use "
+                    "another format, table or jsonl"
+                )
+            if arguments.into and is_last:
                 _publish(answer, arguments)
             else:
-                file_format = FILE_FORMATS[arguments.format or "table"]
                 write_stdout(answer, file_format._replace(choose="SELECT A,B"))
 
 
@@ -308,19 +320,30 @@ def open_dataset(
     catalog, name = target.find_dataset(arguments)
     with access.client(catalog, arguments) as client:
         info = client.describe(name, arguments.version)
-        require_rows(info)
-        columns = None if arguments.columns is None else _split_columns(arguments.columns, info.schema)
-        condition = None if arguments.filter is None else parse_condition(arguments.filter, info.schema)
-        reader = client.read(
-            name,
-            transport=arguments.transport,
-            columns=columns,
-            version=arguments.version,
-            rows=rows,
-            filter=condition,
-            limit=limit,
-        )
-        yield OpenDataset(info, reader, None if condition is not None else _rows_in(info.rows, rows))
+        request = replace(client.defaults, transport=arguments.transport, rows=rows, limit=limit)
+        for retries in count():
+            try:
+                reader = _open_version(client, info, arguments, request)
+                break
+            except DatasetNotFound:
+                if retries == MAX_RETRIES or (current := client.describe(name, arguments.version)) == info:
+                    raise
+                info = current  # it was replaced after the look-up
+        yield OpenDataset(info, reader, None if arguments.filter is not None else _rows_in(info.rows, rows))
+
+
+def _open_version(
+    client: Client, info: DatasetInfo, arguments: argparse.Namespace, request: ReadRequest
+) -> pa.RecordBatchReader:
+    """Open the version of `info`, because the options for columns and filter mean something else in another schema.
+
+    Raises DatasetNotFound if the version was replaced.
+    """
+    require_rows(info)
+    columns = None if arguments.columns is None else _split_columns(arguments.columns, info.schema)
+    condition = None if arguments.filter is None else parse_condition(arguments.filter, info.schema)
+    version = VersionReader(client, info, arguments.transport)
+    return client.endpoints.read(version.describe, replace(request, columns=columns, filter=condition))
 
 
 def _split_columns(written: str, schema: pa.Schema) -> list[str]:
