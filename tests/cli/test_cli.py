@@ -402,6 +402,57 @@ def test_json_lines_say_what_arrow_says(catalog: str) -> None:
     assert plain_rows(table.select([]).to_batches()[0]) == [{}, {}]
 
 
+def test_structs_keep_fields_of_the_same_name() -> None:
+    twice = pa.StructArray.from_arrays(
+        [pa.array([1, 3]), pa.array([2, 4])], names=["a", "a"], mask=pa.array([False, True])
+    )
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish("d", pa.table({"s": twice}))
+        assert (
+            call("cat", f"{server.catalog_uri}/d", "-f", "jsonl").stdout == '{"s": [["a", 1], ["a", 2]]}\n{"s": null}\n'
+        )
+        assert call("cat", f"{server.catalog_uri}/d").stdout.split("\n")[1] == '[["a", 1], ["a", 2]]'
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_times_that_would_be_written_as_others_are_refused(kind: str) -> None:
+    """libarrow writes "<value out of range: ...>", and the zone +0053 for Berlin's mean time of +00:53:28."""
+    old, berlin = -3 * 10**9, "Europe/Berlin"
+    last = pa.scalar(datetime(9999, 12, 31), pa.timestamp("s"))
+    good = [pa.array([last, None]), pa.array([old, 0]).cast(pa.timestamp("s", "UTC")), pa.nulls(2, pa.date32())]
+    bad = [
+        pa.array([None, 2**62]).cast(pa.timestamp("s")),
+        pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32()),
+        pa.array([0, old * 1000]).cast(pa.timestamp("ms", berlin)),
+        pa.array([0, old]).cast(pa.timestamp("s", berlin)).dictionary_encode(),
+    ]
+    if kind == "jsonl":
+        moments = pa.array([0, old]).cast(pa.timestamp("s", berlin))
+        bad.append(pa.array([[moments[0]], [moments[1]]], pa.list_(moments.type)))
+        bad.append(pa.array([None, {"a": moments[1]}], pa.struct({"a": moments.type})))
+        bad.append(pa.RunEndEncodedArray.from_arrays(pa.array([1, 2], pa.int32()), moments))
+        bad.append(pa.UnionArray.from_sparse(pa.array([0, 0], pa.int8()), [moments]))
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        for number, column in enumerate([*good, *bad]):
+            server.publish("d", pa.table({"moment": column}))
+            told = call("cat", f"{server.catalog_uri}/d", "-f", kind)
+            assert told.returncode == (number >= len(good)), column
+            assert ("column 'moment' has times that text cannot hold" in told.stderr) == (number >= len(good))
+
+
+def test_different_dictionaries_are_an_error_with_a_remedy(tmp_path: Path) -> None:
+    """A file of Arrow IPC has one dictionary for a column."""
+    table = pa.concat_tables([pa.table({"c": pa.array([text]).dictionary_encode()}) for text in "ab"])
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish("d", table)
+        refused = call("get", f"{server.catalog_uri}/d", "-o", tmp_path / "out.arrow")
+        assert refused.returncode == 1
+        assert "give --format arrows, for a stream, or parquet" in refused.stderr
+        assert not os.listdir(tmp_path)
+        assert call("get", f"{server.catalog_uri}/d", "-o", tmp_path / "out.arrows").returncode == 0
+        assert pa.ipc.open_stream(tmp_path / "out.arrows").read_all()["c"].to_pylist() == ["a", "b"]
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc", None])
 @pytest.mark.parametrize("name", ["flights", "planes"])
 def test_get(catalog: str, tmp_path: Path, name: str, transport: str | None) -> None:
@@ -422,6 +473,20 @@ def test_get_in_other_formats(catalog: str, tmp_path: Path) -> None:
         else:
             opened = pa.ipc.open_stream(out) if ending == ".arrows" else pa.ipc.open_file(out)
             assert opened.read_all().equals(TABLE.select(["n"]))
+
+
+def test_get_keeps_the_permissions_of_a_file(catalog: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    for mode in (0o600, 0o664):
+        out.touch()
+        out.chmod(mode)
+        if os.geteuid() == 0:
+            os.chown(out, 1234, 5678)
+        before = out.stat()
+        assert call("get", f"{catalog}/planes", "-o", out).returncode == 0
+        after = out.stat()
+        assert out.read_text().count("\n") == 1001
+        assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
 
 
 def test_get_to_standard_output(catalog: str, tmp_path: Path) -> None:

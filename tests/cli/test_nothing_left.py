@@ -12,6 +12,7 @@ import termios
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -21,8 +22,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.base.buffers import Buffer
-from dissociated.cli import reading
 from dissociated.cli.formats import FILE_FORMATS
+from dissociated.cli.output import stream_batches
 from dissociated.cli.serving import stop_with_starter
 from dissociated.cli.signals import StopSignal
 from dissociated.node.launch import running
@@ -38,11 +39,14 @@ BATCH = pa.record_batch({"n": pa.array(range(1000), pa.int64())})
 # Larger than the buffer of a writer to a pipe.
 LARGE_BATCH = pa.record_batch({"n": pa.array(range(1 << 16), pa.int64())})
 
-#: The `dissociated` command, also on file systems without unnamed files, with `nohup`, and with PYTHONUNBUFFERED.
+#: The `dissociated` command, also on file systems without unnamed files, with `nohup`, with PYTHONUNBUFFERED, and with
+#: little time to end.
 COMMAND = """
 import io, os, signal, sys
-from dissociated.cli import main
+from dissociated.cli import main, output
 
+if "HASTY" in os.environ:
+    output.MAX_ENDING = 0.2
 if "NOHUP" in os.environ:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 if "NAMED" in os.environ:
@@ -54,9 +58,14 @@ raise SystemExit(main())
 
 
 def command(
-    *arguments: str | Path, named: bool = False, nohup: bool = False, unbuffered: bool = False, **streams: int
+    *arguments: str | Path,
+    named: bool = False,
+    nohup: bool = False,
+    unbuffered: bool = False,
+    hasty: bool = False,
+    **streams: int,
 ) -> subprocess.Popen[str]:
-    switches = {"NAMED": named, "NOHUP": nohup, "UNBUFFERED": unbuffered}
+    switches = {"NAMED": named, "NOHUP": nohup, "UNBUFFERED": unbuffered, "HASTY": hasty}
     chosen = {name: "1" for name, wanted in switches.items() if wanted}
     return Fork("-c", COMMAND, *arguments, **streams, stderr=subprocess.PIPE, env={**os.environ, **chosen})
 
@@ -166,7 +175,7 @@ def test_a_command_without_a_buffer_that_is_stopped_meanwhile_goes_on(kind: str)
             with command(*arguments, unbuffered=True, stdout=subprocess.PIPE) as process:
                 content = output(process).read(1)
                 if stopped:
-                    wait_until(lambda: waiting(process) > 14 * 4096, "the pipe is full, of 16 pages, some of them cut")
+                    wait_until(partial(is_full, process), "the pipe is full")
                     process.send_signal(signal.SIGSTOP)
                     wait_until(lambda: state(process) == "T", "it is stopped")
                     process.send_signal(signal.SIGCONT)
@@ -176,13 +185,26 @@ def test_a_command_without_a_buffer_that_is_stopped_meanwhile_goes_on(kind: str)
     assert read[0] == read[1]
 
 
+def test_a_command_whose_output_is_not_read_can_be_ended() -> None:
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish("data", pa.table({"n": range(1 << 16)}))
+        for arguments in (("get", "-o", "-"), ("cat", "-f", "parquet")):
+            with command(*arguments, f"{server.catalog_uri}/data", hasty=True, stdout=subprocess.PIPE) as process:
+                wait_until(partial(is_full, process), "the pipe is full")
+                process.send_signal(signal.SIGTERM)
+                try:
+                    assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+                finally:
+                    process.kill()
+
+
 def state(process: subprocess.Popen[str]) -> str:
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][0]
 
 
-def waiting(process: subprocess.Popen[str]) -> int:
-    """Return the number of bytes in the pipe."""
-    return int.from_bytes(fcntl.ioctl(output(process), termios.FIONREAD, bytes(4)), sys.byteorder)
+def is_full(process: subprocess.Popen[str]) -> bool:
+    """Return whether the pipe is full. It has 16 pages, some of which may be cut."""
+    return int.from_bytes(fcntl.ioctl(output(process), termios.FIONREAD, bytes(4)), sys.byteorder) > 14 * 4096
 
 
 class Pipe(io.RawIOBase):
@@ -233,7 +255,7 @@ def test_whenever_signals_come_what_was_written_to_a_pipe_is_whole_or_refused(ki
             sink = io.BufferedWriter(pipe)
             reader = pa.RecordBatchReader.from_batches(whole.schema, given())
             with suppress(OSError, KeyboardInterrupt, SystemExit):
-                reading.stream_batches(reader, sink, FILE_FORMATS[kind])
+                stream_batches(reader, sink, FILE_FORMATS[kind])
             came = len(signals) < len(numbers)
             signals.clear()
             if not came and kind != "arrows":  # harmless after a failure: the footer is missing
@@ -254,7 +276,7 @@ def test_a_signal_that_comes_within_a_finalizer_is_not_lost() -> None:
     script = """
 import io, signal, weakref
 import pyarrow as pa
-from dissociated.cli import reading
+from dissociated.cli import output
 from dissociated.cli.formats import FILE_FORMATS
 
 class Collected: pass
@@ -268,7 +290,7 @@ def batches():
         yield pa.record_batch({"n": [number]})
 
 schema = pa.schema({"n": pa.int64()})
-reading.stream_batches(pa.RecordBatchReader.from_batches(schema, batches()), io.BytesIO(), FILE_FORMATS["arrows"])
+output.stream_batches(pa.RecordBatchReader.from_batches(schema, batches()), io.BytesIO(), FILE_FORMATS["arrows"])
 """
     with Fork("-c", script, stdout=subprocess.PIPE) as process:
         printed, _ = process.communicate(timeout=PATIENCE)

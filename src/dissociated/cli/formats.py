@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.cli.rows import plain_rows
+from dissociated.cli.rows import has_inexact_times, plain_rows
 from dissociated.errors import OptionError
 
 #: Opens a writer of batches of a schema. Its last argument is `FileFormat.choose`. If the `with` block raises, the file
@@ -53,7 +53,7 @@ def _arrow_stream(sink: Any, schema: pa.Schema, choose: str) -> Iterator[Any]:
 
 
 def _arrow_file(sink: Any, schema: pa.Schema, choose: str) -> AbstractContextManager[Any]:
-    return _with_footer(sink, pa.ipc.new_file(sink, schema))
+    return _with_footer(sink, _ArrowFile(sink, schema))
 
 
 def _parquet(sink: Any, schema: pa.Schema, choose: str) -> AbstractContextManager[Any]:
@@ -88,11 +88,11 @@ def _csv(sink: Any, schema: pa.Schema, choose: str) -> AbstractContextManager[An
     import pyarrow.csv
 
     try:
-        writer: AbstractContextManager[Any] = pyarrow.csv.CSVWriter(sink, schema)
+        writer = pyarrow.csv.CSVWriter(sink, schema)
     except pa.ArrowInvalid:
         refused = ", ".join(f"column {field.name!r} of the type {field.type}" for field in schema if not _is_csv(field))
         raise OptionError(f"CSV cannot hold {refused}: choose {choose}, or --format jsonl") from None
-    return writer
+    return closing(_Csv(writer, choose))
 
 
 def _is_csv(field: pa.Field) -> bool:
@@ -135,15 +135,59 @@ def of_file(path: Path) -> FileFormat:
     raise OptionError(f"{str(path)!r} has none of the endings {endings}: rename the file, or give --format")
 
 
+class _ArrowFile:
+    """A writer of an Arrow IPC file, in which a column has the same dictionary in all batches."""
+
+    def __init__(self, sink: Any, schema: pa.Schema) -> None:
+        self._writer = pa.ipc.new_file(sink, schema)
+        self.close = self._writer.close
+
+    def write_batch(self, batch: pa.RecordBatch, custom_metadata: Any = None) -> None:
+        try:
+            self._writer.write_batch(batch, custom_metadata=custom_metadata)
+        except pa.ArrowInvalid as error:
+            raise OptionError(
+                f"an Arrow IPC file cannot hold these batches: give --format arrows, for a stream, or parquet ({error})"
+            ) from None
+
+
+class _Csv:
+    """A writer of CSV. Raises OptionError if the text of a time is not this time."""
+
+    def __init__(self, writer: Any, choose: str) -> None:
+        self._writer = writer
+        self._choose = choose
+        self.close = writer.close
+
+    def write_batch(self, batch: pa.RecordBatch) -> None:
+        _check_times(batch, self._choose)
+        self._writer.write_batch(batch)
+
+
+def _check_times(batch: pa.RecordBatch, choose: str) -> None:
+    """Raise OptionError if the text of a time is not this time."""
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if has_inexact_times(column):
+            raise OptionError(
+                f"column {name!r} has times that text cannot hold, beyond the calendar, or in a zone whose offset from "
+                f"UTC had seconds: choose {choose}, or --format parquet"
+            )
+
+
 class _JsonLines:
-    """A writer of one JSON object for each row. Raises OptionError if two columns have the same name."""
+    """A writer of one JSON object for each row.
+
+    Raises OptionError if two columns have the same name, or if the text of a time is not this time.
+    """
 
     def __init__(self, sink: Any, schema: pa.Schema, choose: str) -> None:
         if len({*schema.names}) < len(schema.names):
             raise OptionError(f"two columns have the same name, which a JSON object cannot have: choose {choose}")
         self._sink = sink
+        self._choose = choose
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
+        _check_times(batch, self._choose)
         for row in plain_rows(batch):
             self._sink.write(json.dumps(row, ensure_ascii=False, default=_encode).encode() + b"\n")
 

@@ -13,25 +13,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from dissociated.cli import access, formats, streams, target, text
 from dissociated.cli.condition import parse_condition
-from dissociated.cli.formats import FILE_FORMATS, FileFormat
-from dissociated.cli.signals import EndingSignals
-from dissociated.cli.terminal import Advance, progress
+from dissociated.cli.formats import FILE_FORMATS
+from dissociated.cli.output import atomic_file, is_irreplaceable, stream_batches, write_batches, write_stdout
+from dissociated.cli.terminal import progress
 from dissociated.client.client import Client
 from dissociated.client.endpoints import MAX_RETRIES
 from dissociated.client.request import ReadRequest
 from dissociated.client.version_reader import VersionReader
-from dissociated.codec.columns import values_size
-from dissociated.codec.split import batches
-from dissociated.codec.validation import Validator
 from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import DatasetNotFound, OptionError, WrongKind
-from dissociated.store.files import NewFile
 
 _HEAD = """\
 Show the first rows of a dataset, as a table or in the format of --format. Only these rows are read.
@@ -119,11 +115,11 @@ def _run_get(arguments: argparse.Namespace) -> None:
     with open_dataset(arguments, arguments.rows) as reading, progress(reading.info.name, reading.rows) as advance:
         if path is None:
             rows, nbytes = write_stdout(reading.reader, file_format, advance)
-        elif _is_irreplaceable(path):
+        elif is_irreplaceable(path):
             with path.open("ab") as sink:
                 rows, nbytes = stream_batches(reading.reader, sink, file_format, advance)
         else:
-            with _atomic_file(Path(os.path.realpath(path))) as sink:
+            with atomic_file(Path(os.path.realpath(path))) as sink:
                 rows, nbytes = write_batches(reading.reader, sink, file_format, advance)
     seconds = time.perf_counter() - started
     rate = text.size(nbytes / seconds)
@@ -131,49 +127,6 @@ def _run_get(arguments: argparse.Namespace) -> None:
         f"{reading.info.name}: {text.plural(rows, 'row')}, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s",
         file=sys.stderr,
     )
-
-
-def _is_irreplaceable(path: Path) -> bool:
-    """Return whether the file at `path` must not be replaced: a device, a FIFO, or an open file (/dev/stdout)."""
-    if path.exists() and not path.is_file():
-        return True
-    parent = path.parent.resolve()
-    return path.is_symlink() and (parent == Path("/dev") or parent.is_relative_to("/proc"))
-
-
-@contextmanager
-def _atomic_file(path: Path) -> Iterator[Any]:
-    """Yield a new file that replaces `path` when it is complete.
-
-    Until then it has no name if the file system allows, so that a killed process leaves nothing behind.
-    """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with EndingSignals() as signals:  # the file has a name before it replaces `path`, on some file systems always
-        try:
-            file = NewFile(part)
-            if not part.exists():  # the file has no name, so an abrupt end leaves nothing behind
-                signals.release()
-            try:
-                os.fchmod(file.descriptor, 0o666 & ~_umask())
-                with pa.OSFile(f"/proc/self/fd/{file.descriptor}", "wb") as sink:
-                    yield sink
-            except BaseException:
-                file.abort()
-                raise
-            signals.catch()
-            file.commit(0)
-            part.replace(path)
-        except FileExistsError:  # the file belongs to another process
-            raise
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 _SQL = """\
@@ -362,64 +315,3 @@ def require_rows(info: DatasetInfo) -> None:
 
 def _rows_in(total: int | None, rows: range | None) -> int | None:
     return total if total is None or rows is None else len(range(min(rows.start, total), min(rows.stop, total)))
-
-
-def write_batches(
-    reader: pa.RecordBatchReader, sink: Any, file_format: FileFormat, advance: Advance = lambda more, nbytes: None
-) -> tuple[int, int]:
-    """Write all batches of a reader to a sink.
-
-    After an error, the output is made invalid, so that it cannot be taken for complete. Text cannot be made invalid.
-
-    Args:
-        reader: The batches, which are validated.
-        sink: A binary file.
-        file_format: The format.
-        advance: Called with the rows and bytes of each batch.
-
-    Returns:
-        The number of rows and of bytes.
-    """
-    rows = nbytes = 0
-    validator = Validator(reader.schema)
-    with file_format.open(sink, reader.schema, file_format.choose) as writer:
-        for batch, metadata in batches(reader):
-            if file_format.is_ipc:
-                writer.write_batch(validator.check(batch), custom_metadata=metadata)
-            else:
-                validator.check_values(batch)
-                writer.write_batch(batch)
-            size = values_size(batch)
-            advance(batch.num_rows, size)
-            rows, nbytes = rows + batch.num_rows, nbytes + size
-    return rows, nbytes
-
-
-def stream_batches(
-    reader: pa.RecordBatchReader, sink: Any, file_format: FileFormat, advance: Advance = lambda more, nbytes: None
-) -> tuple[int, int]:
-    """Write all batches to a sink that another process may be reading: see `write_batches`.
-
-    The output is made invalid after a signal that ends this process, too.
-    """
-    if file_format.is_text:
-        return write_batches(reader, sink, file_format, advance)
-    with EndingSignals() as signals:
-
-        def advance_unless_ended(more: int, nbytes: int) -> None:
-            advance(more, nbytes)
-            signals.check()
-
-        return write_batches(reader, sink, file_format, advance_unless_ended)
-
-
-def write_stdout(
-    reader: pa.RecordBatchReader, file_format: FileFormat, advance: Advance = lambda more, nbytes: None
-) -> tuple[int, int]:
-    """Write all batches to the standard output: see `stream_batches`.
-
-    Raises OptionError if the format is no text, and the standard output is a terminal.
-    """
-    if not file_format.is_text and sys.stdout.isatty():
-        raise OptionError("this format is binary, and the standard output is a terminal: redirect it into a file")
-    return stream_batches(reader, sys.stdout.buffer, file_format, advance)

@@ -16,6 +16,7 @@ _CHUNK_ROWS = 1000  # rows of a chunk, from which the widths of the columns are 
 _MAX_WIDTH = 40  # columns of a terminal that a value may take
 _GAP = "  "
 _MORE = "…"
+_UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # units of a timestamp in a second
 
 
 class RowPrinter:
@@ -98,7 +99,8 @@ def plain_values(column: pa.Array) -> list[Any]:
     nanoseconds.
 
     Returns:
-        None, bool, int, float, str, bytes, and lists and dicts of these. A map becomes a list of pairs.
+        None, bool, int, float, str, bytes, and lists and dicts of these. A map becomes a list of pairs, and so does a
+        struct in which a name is repeated.
     """
     of = column.type
     if isinstance(of, pa.BaseExtensionType):
@@ -112,10 +114,13 @@ def plain_values(column: pa.Array) -> list[Any]:
     if types.is_struct(of):
         columns = [plain_values(field) for field in column.flatten()]
         names = [of.field(index).name for index in range(of.num_fields)]
-        return [
-            {name: values[row] for name, values in zip(names, columns, strict=True)} if valid else None
+        pairs = [
+            [[name, values[row]] for name, values in zip(names, columns, strict=True)] if valid else None
             for row, valid in enumerate(column.is_valid().to_pylist())
         ]
+        if len({*names}) < len(names):
+            return pairs
+        return [None if row is None else dict(row) for row in pairs]
     if types.is_map(of):
         return [_pairs(entry.values) if entry.is_valid else None for entry in column]
     if types.is_nested(of) and not types.is_union(of):
@@ -127,6 +132,38 @@ def plain_values(column: pa.Array) -> list[Any]:
     if types.is_temporal(of) or types.is_decimal(of):
         return list(column.cast(pa.string()).to_pylist())
     return list(column.to_pylist())
+
+
+def has_inexact_times(column: pa.Array) -> bool:
+    """Return whether libarrow prints a time of a column as another text.
+
+    It has no text for times beyond its calendar, and leaves out the seconds of the offset of a zone: all zones had some
+    until about 1900.
+    """
+    of = column.type
+    if isinstance(of, pa.BaseExtensionType):
+        return has_inexact_times(column.storage)
+    if types.is_dictionary(of):
+        return has_inexact_times(column.dictionary)
+    if types.is_run_end_encoded(of):
+        return has_inexact_times(column.values)
+    if types.is_union(of):
+        return any(has_inexact_times(column.field(index)) for index in range(of.num_fields))
+    if types.is_struct(of):
+        return any(map(has_inexact_times, column.flatten()))
+    if types.is_nested(of):
+        return has_inexact_times(column.flatten())
+    if not (types.is_date(of) or types.is_timestamp(of)) or column.null_count == len(column):
+        return False
+    import pyarrow.compute as pc
+
+    ends = pc.min_max(column)
+    if any(ends[end].cast(pa.string()).as_py().startswith("<") for end in ("min", "max")):  # <value out of range: ...>
+        return True
+    if types.is_date(of) or of.tz is None:
+        return False
+    offsets = pc.subtract(pc.local_timestamp(column).view(pa.int64()), column.view(pa.int64())).drop_null().to_numpy()
+    return bool((offsets % (60 * _UNITS[of.unit])).any())
 
 
 def plain_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:

@@ -42,11 +42,14 @@ class EndingSignals:
     """A context in which the first ending signal raises KeyboardInterrupt or SystemExit. For the main thread.
 
     Later signals are ignored, so that the cleanup after the first is not interrupted; SIGQUIT and SIGKILL still work.
+    With a `limit`, the process ends if the cleanup takes longer than this number of seconds.
+
     Call `check` regularly, because Python discards an exception that is raised within a finalizer. Signals that were
     ignored before stay ignored, for example SIGHUP under `nohup`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = 0) -> None:
+        self._limit = limit
         handlers = {number: signal.getsignal(number) for number in _ENDING}
         self._before = {
             number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)
@@ -67,6 +70,8 @@ class EndingSignals:
 
     def release(self) -> None:
         """Restore the previous handlers."""
+        if self._first_signal is not None and self._limit:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, before in self._before.items():
             signal.signal(number, before)
 
@@ -78,6 +83,9 @@ class EndingSignals:
     def _end(self, number: int, _: object) -> None:
         if self._first_signal is None:
             self._first_signal = number
+            if self._limit:
+                signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + number))
+                signal.setitimer(signal.ITIMER_REAL, self._limit)
             self._raise(number)
 
     def _raise(self, number: int) -> None:
