@@ -15,9 +15,11 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
@@ -49,6 +51,24 @@ def test_elsewhere_than_in_a_terminal_it_is_shown_once(server: dis.Server) -> No
     assert re.search(r"^flights +100,000 +800 kB +0 +1 +800 kB +- +0$", ran.stdout, re.MULTILINE)
     assert "sent 800 kB in 2 messages of 1 stream" in ran.stdout
     assert "\x1b" not in ran.stdout
+
+
+def test_what_a_server_says_cannot_move_the_cursor(server: dis.Server) -> None:
+    nasty = "\x1b[2J\n\u202e"
+    with dis.connect(server.catalog_uri) as client:
+        plain = client.status().plain()
+    plain |= {"host": nasty, "version": nasty, "state": nasty}
+    plain["store"] = {"directory": nasty, "held": 0, "limit": None, "free": None, "set_aside": [nasty], "log": nasty}
+
+    class Hostile(flight.FlightServerBase):  # type: ignore[misc]
+        def do_action(self, context: Any, action: Any) -> list[bytes]:
+            return [json.dumps(plain).encode()]
+
+    with Hostile("grpc://127.0.0.1:0") as hostile:
+        shown = call("status", f"grpc://127.0.0.1:{hostile.port}")
+    assert shown.returncode == 0, shown.stderr
+    assert not {*shown.stdout} & {"\x1b", "\u202e"}
+    assert shown.stdout.count(r"\x1b[2J\n\u202e") == 6
 
 
 def test_for_machines(server: dis.Server) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import suppress
 from typing import Any
 
-from dissociated.cli import quantities
+from dissociated.base.host import is_loopback
+from dissociated.cli import quantities, text
 from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
 from dissociated.control.access import Security, Tokens, read_secret, read_token, security
-from dissociated.control.catalog_uri import ROOTS_VARIABLE, TOKEN_VARIABLE, describe_reach
+from dissociated.control.catalog_uri import CATALOG_VARIABLE, ROOTS_VARIABLE, TOKEN_VARIABLE, describe_reach, is_unix
+from dissociated.errors import OptionError, UriError
 from dissociated.monitoring import log
+from dissociated.uri import Uri
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--token-file",
         metavar="FILE",
-        help=f"file with the token for the catalog (or set {TOKEN_VARIABLE} to a token)",
+        help=f"file with the token for the catalog (or set {TOKEN_VARIABLE} to the token for {CATALOG_VARIABLE})",
     )
     group.add_argument(
         "--tls-roots",
@@ -50,8 +54,32 @@ def client(catalog: str, arguments: argparse.Namespace, timeout: float = TIMEOUT
 
     There is no option for a token itself, because all users of a host can see command lines.
     """
-    token = read_token(arguments.token_file) if arguments.token_file else os.environ.get(TOKEN_VARIABLE) or None
+    token = read_token(arguments.token_file) if arguments.token_file else _token_of_environment(catalog)
     return Client(catalog, timeout, token, arguments.tls_roots or os.environ.get(ROOTS_VARIABLE) or None)
+
+
+def _token_of_environment(catalog: str) -> str | None:
+    """Return the token in the environment if it is for `catalog`.
+
+    It is for the catalog in the environment. If there is none, it is for any catalog to which it is not sent in plain
+    text over a network.
+    """
+    own = os.environ.get(CATALOG_VARIABLE)
+    if own:
+        is_meant = catalog in (own, text.split_name(own)[0])
+    else:
+        is_meant = is_unix(catalog) or catalog.startswith("grpc+tls:")
+        with suppress(UriError):  # which the client raises, too
+            is_meant = is_meant or is_loopback(Uri.parse(catalog).host)
+    return os.environ.get(TOKEN_VARIABLE) or None if is_meant else None
+
+
+def check_second_catalog(first: str, second: str, arguments: argparse.Namespace) -> None:
+    """Raise OptionError if a command uses two catalogs, and its option --token-file has the token for one of them."""
+    if arguments.token_file and first != second:
+        raise OptionError(
+            f"the token in --token-file is for one catalog, and {first!r} and {second!r} are two: give each a command"
+        )
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) -> None:

@@ -12,7 +12,7 @@ from hashlib import blake2b
 import pyarrow as pa
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
-from dissociated.base.display import plural
+from dissociated.base.display import plural, printable
 from dissociated.cli import quantities
 from dissociated.cli.variants import allocate_bounded, serve_variants
 from dissociated.client.uri_stream import open_stream, open_tensors
@@ -329,7 +329,7 @@ def _run_check(arguments: argparse.Namespace) -> None:
         raise UriError(f"check plays a client over tcp:, tls: and shm:, not over {uri.scheme}:")
     failed = 0
     for line, reason in _Checks(uri, _ticket(arguments.ticket), arguments.timeout).run():
-        print(line, flush=True)
+        print(printable(line), flush=True)  # it may quote the server
         failed += reason is not None
     if failed:
         raise RemoteProtocolError(f"{plural(failed, 'check')} failed")

@@ -147,7 +147,7 @@ def _run_describe(arguments: argparse.Namespace) -> None:
         print(text.printable(str(error)), file=sys.stderr)
     if arguments.long:
         for endpoint in info.endpoints:
-            print("\n" + "\n".join(endpoint.locations))
+            print("\n" + "\n".join(map(text.printable, endpoint.locations)))
 
 
 def _print_facts(info: DatasetInfo) -> None:
@@ -272,6 +272,7 @@ def _run_drop(arguments: argparse.Namespace) -> None:
         for item_arguments in target.for_each(arguments):
             catalog, name = target.find_dataset(item_arguments)
             if catalog not in clients:
+                access.check_second_catalog(next(iter(clients), catalog), catalog, arguments)
                 clients[catalog] = owned.enter_context(access.client(catalog, arguments))
             if "*" in name:
                 matches = [info.name for info in _matching_datasets(clients[catalog], name, {})]

@@ -139,7 +139,7 @@ def _print_file(
     summary = [f"Arrow IPC {kind}", text.size(len(memory))]
     if first is not None:
         summary += [f"metadata {first.version}", *([f"{first.byte_order}-endian"] if first.byte_order else [])]
-    print(f"{path}: {', '.join(summary)}")
+    print(text.printable(f"{path}: {', '.join(summary)}"))
     batches = [m for m in messages if m.entry.type is HeaderType.RECORD_BATCH]
     codecs = sorted({m.details.codec for m in messages if m.details.codec})
     if batches:

@@ -139,7 +139,7 @@ def _run_clean(arguments: argparse.Namespace) -> None:
         except StoreError as error:
             if arguments.store is not None:
                 raise
-            print(error)
+            print(text.printable(str(error)))
             continue
         with store:
             freed = _clean(store, arguments.yes) or freed

@@ -123,10 +123,8 @@ def _run_get(arguments: argparse.Namespace) -> None:
                 rows, nbytes = write_batches(reading.reader, sink, file_format, advance)
     seconds = time.perf_counter() - started
     rate = text.size(nbytes / seconds)
-    print(
-        f"{reading.info.name}: {text.plural(rows, 'row')}, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s",
-        file=sys.stderr,
-    )
+    summary = f"{reading.info.name}: {text.plural(rows, 'row')}, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s"
+    print(text.printable(summary), file=sys.stderr)
 
 
 _SQL = """\
@@ -164,11 +162,14 @@ def _run_sql(arguments: argparse.Namespace) -> None:
         query = io.TextIOWrapper(streams.open_stdin(), sys.stdin.encoding).read()
     if not query.strip():
         raise OptionError('the query is empty: dissociated sql "SELECT ..."')
+    catalog = target.find(arguments).catalog
+    into = None
     if arguments.into is not None:
         target.new_name(arguments.into)
-    catalog = target.find(arguments).catalog
+        into = target.find_dataset(argparse.Namespace(**{**vars(arguments), "uri": arguments.into}))
+        access.check_second_catalog(catalog, into.catalog, arguments)
     with access.client(catalog, arguments) as client, SqlSession(client, _ADVICE) as session:
-        statements = session.parse(query, returns_rows=arguments.into is not None)
+        statements = session.parse(query, returns_rows=into is not None)
         file_format = FILE_FORMATS[arguments.format or "table"]
         for statement in statements:
             answer = session.run(statement)
@@ -180,23 +181,19 @@ def _run_sql(arguments: argparse.Namespace) -> None:
                     f"the format {arguments.format} holds one result: let only the last statement return rows, or use "
                     "another format, table or jsonl"
                 )
-            if arguments.into and is_last:
-                _publish(answer, arguments)
+            if into is not None and is_last:
+                _publish(answer, into, arguments)
             else:
                 write_stdout(answer, file_format._replace(choose="SELECT A,B"))
 
 
-def _publish(answer: pa.RecordBatchReader, arguments: argparse.Namespace) -> None:
+def _publish(answer: pa.RecordBatchReader, dataset: target.Target, arguments: argparse.Namespace) -> None:
     """Publish the result of a query as the dataset of the option --into, and print a summary to stderr."""
-    dataset = target.find_dataset(argparse.Namespace(**{**vars(arguments), "uri": arguments.into}))
     started = time.perf_counter()
     with access.client(dataset.catalog, arguments) as client:
         rows = client.put(dataset.name, answer)
-    print(
-        f"{dataset.name}: {text.plural(rows, 'row')} in {time.perf_counter() - started:.2f} s, "
-        f"at {dataset.catalog}/{dataset.name}",
-        file=sys.stderr,
-    )
+    took = f"{text.plural(rows, 'row')} in {time.perf_counter() - started:.2f} s"
+    print(text.printable(f"{dataset.name}: {took}, at {dataset.catalog}/{dataset.name}"), file=sys.stderr)
 
 
 _ROWS = re.compile(r"(\d*):(\d*)")

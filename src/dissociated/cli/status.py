@@ -68,7 +68,7 @@ def _watch(fetch: Callable[[], ServerStatus], now: ServerStatus, interval: float
     try:
         while True:
             width, height = shutil.get_terminal_size()
-            lines = [*([problem, ""] if problem else []), *_render(now, before, width)]
+            lines = [*([text.printable(problem), ""] if problem else []), *_render(now, before, width)]
             if len(lines) > height - 1:
                 lines[height - 2 :] = [f"... and {len(lines) - height + 2} more lines"]
             sys.stdout.write(_CLEAR + "\n".join(line[:width] for line in lines))
@@ -134,7 +134,7 @@ def _render(now: ServerStatus, before: ServerStatus | None, width: int | None) -
     ]
     if now.problem:
         problems.append(f"the catalog of this node: {now.problem}")
-    lines += [*_wrap(map(text.printable, problems), width), ""] if problems else []
+    lines += [*_wrap(problems, width), ""] if problems else []
     previous = {} if before is None else {dataset.name: dataset for dataset in before.datasets}
     rates: dict[str | None, float] = defaultdict(float)
     for reader in now.consumers:
@@ -205,10 +205,12 @@ def _table_lines(
 
 
 def _wrap(lines: Iterable[str], width: int | None) -> list[str]:
+    """Wrap lines at `width`, if there is one. Control characters are escaped."""
+    printable = [*map(text.printable, lines)]
     if width is None:
-        return [*lines]
+        return printable
     return [
         part
-        for line in lines
+        for line in printable
         for part in textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False) or [""]
     ]

@@ -155,7 +155,7 @@ class CatalogConnection(ProcessBound):
             if "middleware" not in self._parameters and isinstance(error, flight.FlightUnauthenticatedError):
                 raise AccessDenied(
                     f"the catalog at {self.uri} requires a token: connect(uri, token=...), "
-                    "--token-file FILE, or DISSOCIATED_TOKEN"
+                    "--token-file FILE, or DISSOCIATED_TOKEN with DISSOCIATED_CATALOG"
                 ) from None
             raise AccessDenied(_server_message(error)) from None
         except pa.ArrowKeyError as error:
