@@ -75,9 +75,9 @@ def _keep_access(descriptor: int, path: Path) -> None:
     mode = replaced.st_mode & 0o777
     try:
         os.fchown(descriptor, -1, replaced.st_gid)
-    except PermissionError:
+    except OSError:
         mode &= ~0o070
-    with suppress(PermissionError):  # Then the file belongs to this user, who has the data anyway.
+    with suppress(OSError):  # Then the file belongs to this user, who has the data anyway.
         os.fchown(descriptor, replaced.st_uid, -1)
     os.fchmod(descriptor, mode)
 
