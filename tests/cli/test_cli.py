@@ -419,7 +419,8 @@ def test_times_that_would_be_written_as_others_are_refused(kind: str) -> None:
     """libarrow writes "<value out of range: ...>", and the zone +0053 for Berlin's mean time of +00:53:28."""
     old, berlin = -3 * 10**9, "Europe/Berlin"
     last = pa.scalar(datetime(9999, 12, 31), pa.timestamp("s"))
-    good = [pa.array([last, None]), pa.array([old, 0]).cast(pa.timestamp("s", "UTC")), pa.nulls(2, pa.date32())]
+    unused = pa.DictionaryArray.from_arrays([0, None], pa.array([0, 2**62]).cast(pa.timestamp("s")))
+    good = [unused, pa.array([last, None]), pa.array([old, 0]).cast(pa.timestamp("s", "UTC")), pa.nulls(2, pa.date32())]
     bad = [
         pa.array([None, 2**62]).cast(pa.timestamp("s")),
         pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32()),
@@ -431,6 +432,7 @@ def test_times_that_would_be_written_as_others_are_refused(kind: str) -> None:
         bad.append(pa.array([[moments[0]], [moments[1]]], pa.list_(moments.type)))
         bad.append(pa.array([None, {"a": moments[1]}], pa.struct({"a": moments.type})))
         bad.append(pa.RunEndEncodedArray.from_arrays(pa.array([1, 2], pa.int32()), moments))
+        bad.append(pa.array([[], [(moments[1], moments[0])]], pa.map_(moments.type, moments.type)))
         bad.append(pa.UnionArray.from_sparse(pa.array([0, 0], pa.int8()), [moments]))
     with dis.Server(["tcp://127.0.0.1:0"]) as server:
         for number, column in enumerate([*good, *bad]):
@@ -477,8 +479,9 @@ def test_get_in_other_formats(catalog: str, tmp_path: Path) -> None:
 
 def test_get_keeps_the_permissions_of_a_file(catalog: str, tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
-    for mode in (0o600, 0o664):
-        out.touch()
+    for mode in (0o600, 0o664, 0o444):
+        out.unlink(missing_ok=True)
+        out.touch(mode)
         out.chmod(mode)
         if os.geteuid() == 0:
             os.chown(out, 1234, 5678)

@@ -46,9 +46,9 @@ def atomic_file(path: Path) -> Iterator[Any]:
             if not part.exists():  # the file has no name, so an abrupt end leaves nothing behind
                 signals.release()
             try:
-                _keep_access(file.descriptor, path)
                 with pa.OSFile(f"/proc/self/fd/{file.descriptor}", "wb") as sink:
                     yield sink
+                _keep_access(file.descriptor, path)
             except BaseException:
                 file.abort()
                 raise

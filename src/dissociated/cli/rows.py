@@ -140,23 +140,29 @@ def has_inexact_times(column: pa.Array) -> bool:
     It has no text for times beyond its calendar, and leaves out the seconds of the offset of a zone: all zones had some
     until about 1900.
     """
+    import pyarrow.compute as pc
+
     of = column.type
+    if column.null_count == len(column):
+        return False
     if isinstance(of, pa.BaseExtensionType):
         return has_inexact_times(column.storage)
     if types.is_dictionary(of):
-        return has_inexact_times(column.dictionary)
-    if types.is_run_end_encoded(of):
-        return has_inexact_times(column.values)
+        # The dictionary may have values that the column does not use.
+        return has_inexact_times(column.dictionary) and has_inexact_times(column.dictionary_decode())
+    if types.is_run_end_encoded(of):  # of whose values a slice does not use all
+        return has_inexact_times(column.values) and has_inexact_times(pc.run_end_decode(column))
     if types.is_union(of):
         return any(has_inexact_times(column.field(index)) for index in range(of.num_fields))
     if types.is_struct(of):
         return any(map(has_inexact_times, column.flatten()))
+    if types.is_map(of):
+        first, end = column.offsets[0].as_py(), column.offsets[-1].as_py()
+        return any(has_inexact_times(children[first:end]) for children in (column.keys, column.items))
     if types.is_nested(of):
         return has_inexact_times(column.flatten())
-    if not (types.is_date(of) or types.is_timestamp(of)) or column.null_count == len(column):
+    if not (types.is_date(of) or types.is_timestamp(of)):
         return False
-    import pyarrow.compute as pc
-
     ends = pc.min_max(column)
     if any(ends[end].cast(pa.string()).as_py().startswith("<") for end in ("min", "max")):  # <value out of range: ...>
         return True
