@@ -5,11 +5,14 @@ Importing this module imports pyarrow.dataset.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from dissociated.base.display import plural
@@ -18,10 +21,12 @@ from dissociated.client.version_reader import VersionReader
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import positions, select_fields
 from dissociated.codec.device import DeviceReader, to_device
-from dissociated.codec.filter.row_filter import missing_field
+from dissociated.codec.filter.row_filter import compute_columns, missing_field
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import ColumnNotFound, OptionError
 from dissociated.memory.device.base import Device
+
+_COMPUTED_ROWS = 1 << 15  # most rows for which expressions are computed at once; libarrow cuts larger batches to these
 
 
 class Scanner:
@@ -56,7 +61,8 @@ class Scanner:
             raise OptionError(f"batch_size is a number of rows, 1 or more, not {batch_size!r}")
         self._version = version
         self._columns = columns
-        self._expressions = {**columns} if isinstance(columns, Mapping) else None
+        # Without an expression there is nothing to compute: no columns are selected, as by an empty list.
+        self._expressions = _checked({**columns}) if isinstance(columns, Mapping) and columns else None
         self._names = None if self._expressions is not None or columns is None else [*columns]
         self._filter = filter
         self._limit = limit
@@ -73,7 +79,7 @@ class Scanner:
     def projected_schema(self) -> pa.Schema:
         """Return the schema of the result: the selected columns, in their order."""
         if self._expressions is not None:
-            return self._project(pa.RecordBatchReader.from_batches(self.dataset_schema, []), self._expressions).schema
+            return _computed_schema(self.dataset_schema, self._expressions)
         return select_fields(self.dataset_schema, positions(self.dataset_schema, self._names))
 
     def open_reader(self) -> pa.RecordBatchReader:
@@ -103,11 +109,12 @@ class Scanner:
         """Return a reader in memory of this process. Its batches may go to `device` afterwards."""
         reader = self._read(self._names, device)
         if self._expressions is not None:
-            return self._project(reader, self._expressions)
+            return _computed(reader, self._expressions, min(self._batch_size or _COMPUTED_ROWS, _COMPUTED_ROWS))
         order = positions(reader.schema, self._names)
         if order == [*range(len(reader.schema))] and self._batch_size is None:
             return reader
-        pairs = ((piece.select(order), metadata) for piece, metadata in self._pieces(reader))
+        pieces = _pieces(reader, self._batch_size or sys.maxsize)
+        pairs = ((piece.select(order), metadata) for piece, metadata in pieces)
         return BatchReader(select_fields(reader.schema, order), pairs)
 
     def to_batches(self) -> Iterator[Any]:
@@ -180,22 +187,57 @@ class Scanner:
             decompress=device is None or self._decompress,
         )
 
-    def _project(self, reader: pa.RecordBatchReader, expressions: dict[str, Any]) -> pa.RecordBatchReader:
-        """Compute expressions of the columns with pyarrow."""
-        try:
-            return ds.Scanner.from_batches(reader, columns=expressions, use_threads=False).to_reader()
-        except pa.ArrowException as error:
-            message = missing_field(error, reader.schema)
-            if message is not None:
-                raise ColumnNotFound(message) from None
-            why = str(error).partition("\n")[0]
-            raise OptionError(f"the columns cannot be computed: {why}") from None
 
-    def _pieces(self, reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
-        """Yield the batches, cut to the batch size if there is one, each with the metadata of its batch."""
-        for batch, metadata in batches(reader):
-            if self._batch_size is None:
-                yield batch, metadata
-                continue
-            for at in range(0, batch.num_rows, self._batch_size):
-                yield batch.slice(at, self._batch_size), metadata
+def _computed(reader: pa.RecordBatchReader, expressions: dict[str, pc.Expression], most_rows: int) -> BatchReader:
+    """Return a reader that computes the expressions for each batch, and at most for `most_rows` rows at once.
+
+    pyarrow's scanner computes the same, but reads its source to the end when it is closed or collected.
+    """
+    schema = _computed_schema(reader.schema, expressions)
+    empty = pa.RecordBatch.from_arrays([pa.nulls(0, type_) for type_ in schema.types], schema=schema)
+
+    def pairs() -> Iterator[BatchAndMetadata]:
+        for batch, metadata in _pieces(reader, most_rows):
+            with _column_errors(reader.schema):
+                computed = compute_columns(expressions, pa.Table.from_batches([batch]))
+            for piece in computed.to_batches() or [empty]:
+                yield pa.RecordBatch.from_arrays(piece.columns, schema=schema), metadata
+
+    return BatchReader(schema, pairs())
+
+
+def _computed_schema(schema: pa.Schema, expressions: dict[str, pc.Expression]) -> pa.Schema:
+    """Return the schema that pyarrow's scanner gives to the values of expressions of columns of `schema`."""
+    with _column_errors(schema):
+        return ds.Scanner.from_batches([], schema=schema, columns=expressions).projected_schema
+
+
+def _pieces(reader: pa.RecordBatchReader, most_rows: int) -> Iterator[BatchAndMetadata]:
+    """Yield the batches, each with its metadata. A larger batch is cut into pieces, which all have its metadata."""
+    for batch, metadata in batches(reader):
+        if batch.num_rows <= most_rows:
+            yield batch, metadata
+            continue
+        for at in range(0, batch.num_rows, most_rows):
+            yield batch.slice(at, most_rows), metadata
+
+
+def _checked(expressions: dict[str, Any]) -> dict[str, pc.Expression]:
+    """Return the expressions. Raise OptionError if one is not an expression: libarrow would crash on None."""
+    for name, expression in expressions.items():
+        if not isinstance(name, str) or not isinstance(expression, pc.Expression):
+            raise OptionError(f"columns are expressions of pyarrow by name, not {expression!r} by {name!r}")
+    return expressions
+
+
+@contextmanager
+def _column_errors(schema: pa.Schema) -> Iterator[None]:
+    """Turn libarrow's errors in the computation of columns into ColumnNotFound and OptionError."""
+    try:
+        yield
+    except pa.ArrowException as error:
+        message = missing_field(error, schema)
+        if message is not None:
+            raise ColumnNotFound(message) from None
+        why = str(error).partition("\n")[0]
+        raise OptionError(f"the columns cannot be computed: {why}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -115,11 +115,16 @@ def _combined(table: pa.Table) -> pa.Table:
 
 def compute(expression: pc.Expression, table: pa.Table) -> pa.ChunkedArray:
     """Return the value of an expression for each row. Raises libarrow's errors."""
+    return compute_columns({"passes": expression}, table).column(0)
+
+
+def compute_columns(expressions: Mapping[str, pc.Expression], table: pa.Table) -> pa.Table:
+    """Return a column for each expression, with its value for each row. Raises libarrow's errors."""
     steps = [
         acero.Declaration("table_source", acero.TableSourceNodeOptions(table)),
-        acero.Declaration("project", acero.ProjectNodeOptions([expression], ["passes"])),
+        acero.Declaration("project", acero.ProjectNodeOptions([*expressions.values()], [*expressions])),
     ]
-    return acero.Declaration.from_sequence(steps).to_table(use_threads=False).column(0)
+    return acero.Declaration.from_sequence(steps).to_table(use_threads=False)
 
 
 def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -> None:
