@@ -25,7 +25,7 @@ import dissociated as dis
 from dissociated.client.dataset import DatasetHandle
 from dissociated.client.mapped import MappedVersion
 from dissociated.client.version_reader import VersionReader
-from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError
+from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError, StoreError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from support.arrow_cases import ARRAYS
@@ -400,6 +400,33 @@ def test_a_single_batch_is_filtered(client: dis.Client, rows: int) -> None:
                 assert handle.head(3, filter=filter_) == table.filter(filter_)[:3]
         with pytest.raises(OptionError, match="cannot be applied"):
             handle.to_table(["s"], pc.divide(n, n - 7) > 1)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_closed_reader_has_no_more_rows(client: dis.Client, begun: bool) -> None:
+    handle = mapped(client, "data")
+    for filter_ in (None, pc.field("n") * 3 > 1):
+        for read in ("read_all", "read_next_batch"):
+            with case(f"{read} after {filter_}"):
+                reader = handle.to_reader(["n"], filter_)
+                if begun:
+                    assert reader.read_next_batch().num_rows > 0
+                reader.close()
+                with pytest.raises(StoreError, match="closed before its end"):
+                    getattr(reader, read)()
+
+
+def test_columns_that_have_names_of_the_scanner(client: dis.Client) -> None:
+    names = ["__filename", "__fragment_index", "__batch_index", "__last_in_fragment"]
+    table = pa.table({"n": range(100), **{name: [f"{name} {n}" for n in range(100)] for name in names}})
+    client.put("scanned", pa.Table.from_batches(table.to_batches(max_chunksize=30)))
+    with mapped(client, "scanned") as handle:
+        for filter_ in (pc.field("n") * 3 < 150, pc.field("__filename") < "__filename 5"):
+            expected = table.filter(filter_)
+            assert handle.to_table(filter=filter_) == expected
+            for name in names:
+                assert handle.to_table([name], filter_) == expected.select([name])
+            assert duckdb.execute("SELECT count(__batch_index) FROM handle WHERE n < 50").fetchall() == [(50,)]
 
 
 def test_a_filter_that_fails_says_so(client: dis.Client) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import compress, groupby
+from operator import itemgetter
 from typing import Any, Self
 
 import pyarrow as pa
@@ -26,6 +27,8 @@ _MAX_BATCHES = 1 << 14  # most batches of a version that is kept: each takes som
 _FEW_ROWS = 1 << 16  # a version of a single batch with fewer rows is small
 _WHOLE_BATCH = 1 << 30  # rows: larger than any batch, so that libarrow's scanner does not cut batches
 _PLAIN_NAME = re.compile(r"[^\W\d]\w*")  # libarrow's scanner reads some other names as paths
+#: Names of columns that libarrow's scanner adds by itself.
+_SCANNER_NAMES = {"__filename", "__fragment_index", "__batch_index", "__last_in_fragment"}
 _UNFILTERABLE = (
     pa.types.is_string_view,
     pa.types.is_binary_view,
@@ -187,7 +190,9 @@ class MappedVersion:
         scannable = {
             index
             for index, field in fields
-            if _PLAIN_NAME.fullmatch(field.name) and not contains(field.type, _is_unfilterable)
+            if _PLAIN_NAME.fullmatch(field.name)
+            and field.name not in _SCANNER_NAMES
+            and not contains(field.type, _is_unfilterable)
         }
         return scannable, self.schema.names
 
@@ -247,9 +252,10 @@ class TableReader(BatchReader):
         return table
 
     def close(self) -> None:
-        """Stop reading, and close the source."""
+        """Stop reading, and release the source."""
         super().close()
-        self._reader.close()
+        # Without its last reference, libarrow's scanner stops. If it is closed, it filters all remaining rows first.
+        self._reader = pa.RecordBatchReader.from_batches(self.schema, map(itemgetter(0), self._pairs))
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         self._begin()
