@@ -87,6 +87,28 @@ def test_an_empty_dataset_has_its_columns(client: dis.Client, table: pa.Table) -
     assert collected(read_dissociated(client["none"])).equals(table.slice(0, 0))
 
 
+def test_views_become_large_strings_and_binaries(client: dis.Client) -> None:
+    table = pa.table({"s": ["a", None, "b"], "b": [b"x", b"", None], "n": [1, 2, 3]})
+    views = table.cast(pa.schema([("s", pa.string_view()), ("b", pa.binary_view()), ("n", pa.int64())]))
+    large = table.cast(pa.schema([("s", pa.large_string()), ("b", pa.large_binary()), ("n", pa.int64())]))
+    for rows in (3, 0):
+        client.put("views", views[:rows])
+        frame = read_dissociated(client["views"])
+        assert collected(frame).equals(large[:rows])
+        assert collected(frame[["n"]]).equals(large[:rows].select(["n"]))
+
+
+def test_columns_that_dask_does_not_hold_are_refused(client: dis.Client) -> None:
+    union = pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([1])])
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), [1])
+    within = pa.array([["a"]], pa.list_(pa.string_view()))
+    client.put("others", pa.table({"n": [1], "union": union, "runs": runs, "within": within}))
+    for name in ("union", "runs", "within"):
+        with case(name), pytest.raises(dis.errors.OptionError, match=f"Dask does not hold .*, as of '{name}'"):
+            read_dissociated(client["others"], columns=["n", name])
+    assert read_dissociated(client["others"], columns=["n"]).compute(scheduler="sync")["n"].tolist() == [1]
+
+
 def test_wrong_arguments_are_refused_before_any_task(client: dis.Client) -> None:
     with pytest.raises(dis.errors.ColumnNotFound, match="no column 'm'; there are n, third, wide"):
         read_dissociated(client["rows"], columns=["m"])

@@ -194,11 +194,12 @@ def test_batches_keep_their_size_and_metadata(server: dis.Server, client: dis.Cl
     metadata = pa.KeyValueMetadata({"k": "1"})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, NUMBERS) as writer:
-        for rows in (3, 0, 5):
-            writer.write_batch(pa.record_batch([np.arange(rows)], schema=NUMBERS), custom_metadata=metadata)
+        for length in (3, 0, 5):
+            writer.write_batch(pa.record_batch([np.arange(length)], schema=NUMBERS), custom_metadata=metadata)
     server.publish("sized", lambda: pa.ipc.open_stream(sink.getvalue()))
-    for size, rows in ((None, [3, 0, 5]), (2, [2, 1, 0, 2, 2, 1])):
+    expected: dict[int | None, list[int]] = {None: [3, 0, 5], 2: [2, 1, 0, 2, 2, 1]}
+    for size, rows in expected.items():
         reader = client.dataset("sized", transport=transport).to_reader({"m": n + 1}, batch_size=size)
         read = [reader.read_next_batch_with_custom_metadata() for _ in rows]
-        assert [batch.num_rows for batch, _ in read] == rows
+        assert [found.num_rows for found, _ in read] == rows
         assert all(found == metadata for _, found in read)

@@ -10,10 +10,14 @@ import pyarrow as pa
 from dissociated.adapters import identity, imported
 from dissociated.client.dataset import DatasetHandle
 from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
+from dissociated.errors import OptionError
 
 if TYPE_CHECKING:
     import dask.dataframe as dd
     import pandas as pd
+
+#: Types for views, which Dask cannot take from a column.
+_VALUES_OF_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
 def read_dissociated(
@@ -27,8 +31,9 @@ def read_dissociated(
 
     Dask pushes the selection of columns down to the server, but not its own filters: give `filter`. Columns have the
     types of Arrow (`pandas.ArrowDtype`), so partitions with and without nulls have the same type. The columns
-    of an index that was published with a DataFrame of pandas are ordinary columns. Tasks contain the token of the
-    dataset's client.
+    of an index that was published with a DataFrame of pandas are ordinary columns. Views, which a DataFrame of Polars
+    has, become large strings and binaries. Dask cannot hold views within other types, unions, and run-end encoded
+    values: such columns are refused. Tasks contain the token of the dataset's client.
 
     Args:
         dataset: The version.
@@ -37,7 +42,7 @@ def read_dissociated(
         partition_bytes: The approximate size of a partition of all columns, before the filter.
 
     Raises:
-        OptionError: Dask is not installed, or the filter is invalid.
+        OptionError: Dask is not installed or cannot hold a column, or the filter is invalid.
         ColumnNotFound: A column does not exist.
         WrongKind: The dataset holds tensors.
 
@@ -54,6 +59,7 @@ def read_dissociated(
     imported("dask.base", "dask").normalize_token.register(DatasetHandle, identity)
     planned = partitions(dataset, columns, filter, partition_bytes)
     schema = selected_schema(dataset.schema, columns)
+    _check(schema)
     empty = _frame(schema.empty_table())
     frame: dd.DataFrame
     if planned:
@@ -69,8 +75,21 @@ def _read(partition: Partition, columns: Sequence[str], filter: Any) -> pd.DataF
     return _frame(partition.read_table(columns, filter))
 
 
+def _check(schema: pa.Schema) -> None:
+    """Raise an OptionError if Dask cannot hold the columns."""
+    make_meta = imported("dask.dataframe.dispatch", "dask").make_meta
+    for field in schema:
+        try:
+            make_meta(_frame(pa.schema([field]).empty_table()))
+        except NotImplementedError:
+            raise OptionError(
+                f"Dask does not hold {field.type}, as of {field.name!r}: give columns without it"
+            ) from None
+
+
 def _frame(table: pa.Table) -> pd.DataFrame:
     import pandas as pd
 
+    plain = pa.schema([(field.name, _VALUES_OF_VIEWS.get(field.type, field.type)) for field in table.schema])
     # The metadata of pandas names columns of the index, which a plan may leave out, and Dask expects no other index.
-    return table.to_pandas(types_mapper=pd.ArrowDtype, ignore_metadata=True)
+    return table.cast(plain).to_pandas(types_mapper=pd.ArrowDtype, ignore_metadata=True)
