@@ -7,13 +7,16 @@ from datetime import UTC, date, datetime
 from typing import Any
 
 import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
 from dissociated.cli.condition import parse_condition
+from dissociated.client.lazy import implied_conditions
 from dissociated.errors import OptionError
+from support.helpers import case
 
 FRAME = pd.DataFrame(
     {
@@ -84,3 +87,20 @@ def test_the_expected_form_of_a_date_is_told(client: dis.Client, condition: str,
         parse_condition(condition, schema)
     assert str(told.value).endswith(f"'{form}'")
     parse_condition(f"{column} > '{form}'", schema)
+
+
+def test_polars_orders_an_enum_by_its_categories(client: dis.Client) -> None:
+    sizes = pl.DataFrame({"size": pl.Series(["small", "large"] * 2, dtype=pl.Enum(["small", "large"])), "n": range(4)})
+    table = sizes.to_arrow()
+    client.put("sizes", table)
+    size = pl.col("size")
+    for larger in (
+        size > "small",
+        pl.lit("small") < size,
+        size >= "large",
+        size.is_between(pl.lit("large"), pl.lit("large")),
+    ):
+        with case(str(larger)):
+            assert implied_conditions(larger & (pl.col("n") > 1), table.schema) == [("n", ">", 1)]
+            assert client.dataset("sizes").scan().filter(larger).collect()["n"].to_list() == [1, 3]
+    assert implied_conditions(size == "large", table.schema) == [("size", "=", "large")]

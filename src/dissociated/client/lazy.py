@@ -36,6 +36,7 @@ except ImportError:  # older releases of Polars have no resolvers
 _FRAME_ROWS = 1 << 17  # least number of rows of a frame, which is read or skipped as a whole
 _POLARS_OPERATORS = {"Gt": ">", "GtEq": ">=", "Lt": "<", "LtEq": "<=", "Eq": "=", "NotEq": "!="}
 _FLIPPED = {"Gt": "Lt", "GtEq": "LtEq", "Lt": "Gt", "LtEq": "GtEq", "Eq": "Eq", "NotEq": "NotEq"}
+_ORDERS = (">", ">=", "<", "<=")
 _SCALAR_TYPES = {"Boolean": bool, "String": str, "Float64": float}
 _EPOCH = datetime(1970, 1, 1)
 
@@ -187,7 +188,8 @@ def _is_valid(condition: tuple[str, str, Any], schema: pa.Schema) -> bool:
         RowFilter.bind([condition], schema)
     except DissociatedError:
         return False
-    return True
+    # Polars compares the values of an Enum by the order of its categories. Conditions compare them as text.
+    return condition[1] not in _ORDERS or not pa.types.is_dictionary(schema.field(condition[0]).type)
 
 
 def _conjuncts(tree: Any) -> Iterator[tuple[str, str, Any]]:
