@@ -24,7 +24,7 @@ RIDDLES = re.compile(
     r"|(?<!there )is no(?! longer\b| space\b| memory\b)(?= [a-z])|is not there)\b"
 )
 #: Words that begin with a capital letter wherever they stand.
-PROPER = {"Arrow", "Daft", "DuckDB", "Flight", "Java", "Polars", "Python", "Spark"}
+PROPER = {"Arrow", "Daft", "Dask", "DuckDB", "Flight", "Java", "Polars", "Python", "Spark"}
 #: Names of variables whose values are texts of the user, which are quoted.
 USER_TEXTS = {"directory", "file", "path", "pattern", "text", "written"}
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}

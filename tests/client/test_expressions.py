@@ -171,7 +171,7 @@ def test_errors_are_those_of_this_library(server: dis.Server, client: dis.Client
     with pytest.raises(OptionError, match=r"cannot be computed: .* no kernel"):
         handle.to_reader({"m": n + pc.field("s")})
     with pytest.raises(OptionError, match=r"cannot be computed: .* non-scalar"):
-        handle.to_table({"m": pc.Expression._call("sum", [n])})
+        handle.to_table({"m": pc.sum(n)})
     with pytest.raises(ColumnNotFound, match="'__filename'; there are n, z, s"):
         handle.scanner({"m": pc.field("__filename")}).projected_schema  # noqa: B018
     wrong: list[dict[Any, Any]] = [{"m": "n"}, {"m": None}, {3: n}]
