@@ -5,7 +5,6 @@ Importing this module imports pyarrow.dataset.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -108,12 +107,12 @@ class Scanner:
     def _to_reader(self, device: Device | None = None) -> pa.RecordBatchReader:
         """Return a reader in memory of this process. Its batches may go to `device` afterwards."""
         reader = self._read(self._names, device)
+        pieces = batches(reader) if self._batch_size is None else _pieces(reader, self._batch_size)
         if self._expressions is not None:
-            return _computed(reader, self._expressions, min(self._batch_size or _COMPUTED_ROWS, _COMPUTED_ROWS))
+            return _computed(reader.schema, pieces, self._expressions)
         order = positions(reader.schema, self._names)
         if order == [*range(len(reader.schema))] and self._batch_size is None:
             return reader
-        pieces = _pieces(reader, self._batch_size or sys.maxsize)
         pairs = ((piece.select(order), metadata) for piece, metadata in pieces)
         return BatchReader(select_fields(reader.schema, order), pairs)
 
@@ -188,22 +187,26 @@ class Scanner:
         )
 
 
-def _computed(reader: pa.RecordBatchReader, expressions: dict[str, pc.Expression], most_rows: int) -> BatchReader:
-    """Return a reader that computes the expressions for each batch, and at most for `most_rows` rows at once.
+def _computed(
+    columns: pa.Schema, pairs: Iterator[BatchAndMetadata], expressions: dict[str, pc.Expression]
+) -> pa.RecordBatchReader:
+    """Return a reader that computes expressions of columns of each batch.
 
     pyarrow's scanner computes the same, but reads its source to the end when it is closed or collected.
     """
-    schema = _computed_schema(reader.schema, expressions)
+    schema = _computed_schema(columns, expressions)
     empty = pa.RecordBatch.from_arrays([pa.nulls(0, type_) for type_ in schema.types], schema=schema)
 
-    def pairs() -> Iterator[BatchAndMetadata]:
-        for batch, metadata in _pieces(reader, most_rows):
-            with _column_errors(reader.schema):
-                computed = compute_columns(expressions, pa.Table.from_batches([batch]))
-            for piece in computed.to_batches() or [empty]:
-                yield pa.RecordBatch.from_arrays(piece.columns, schema=schema), metadata
+    def computed() -> Iterator[BatchAndMetadata]:
+        for batch, metadata in pairs:
+            for at in range(0, batch.num_rows or 1, _COMPUTED_ROWS):
+                rows = pa.Table.from_batches([batch.slice(at, _COMPUTED_ROWS)])
+                with _column_errors(columns):
+                    table = compute_columns(expressions, rows)
+                for piece in table.to_batches() or [empty]:
+                    yield pa.RecordBatch.from_arrays(piece.columns, schema=schema), metadata
 
-    return BatchReader(schema, pairs())
+    return BatchReader(schema, computed())
 
 
 def _computed_schema(schema: pa.Schema, expressions: dict[str, pc.Expression]) -> pa.Schema:
@@ -213,11 +216,8 @@ def _computed_schema(schema: pa.Schema, expressions: dict[str, pc.Expression]) -
 
 
 def _pieces(reader: pa.RecordBatchReader, most_rows: int) -> Iterator[BatchAndMetadata]:
-    """Yield the batches, each with its metadata. A larger batch is cut into pieces, which all have its metadata."""
+    """Yield the rows in batches of at most `most_rows` rows, each with the metadata of its batch."""
     for batch, metadata in batches(reader):
-        if batch.num_rows <= most_rows:
-            yield batch, metadata
-            continue
         for at in range(0, batch.num_rows, most_rows):
             yield batch.slice(at, most_rows), metadata
 
