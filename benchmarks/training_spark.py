@@ -78,7 +78,8 @@ def _train(catalog: str, batch_size: int, pipe: Connection) -> None:
         while True:
             kind, place = pipe.recv()
             if kind == "dataset":
-                batches = iter(Batches(client.dataset(place, transport="shm"), batch_size=batch_size, shuffle=True))
+                handle = client.dataset(place, transport="shm")
+                batches = iter(Batches(handle, batch_size=batch_size, shuffle="global"))
             else:
                 files = [*Path(place).glob("*.parquet")]
                 table = pq.read_table(files if kind == "files" else files[np.random.randint(len(files))])

@@ -156,30 +156,49 @@ def test_sorted_rows_that_are_mapped_are_shuffled_as_a_whole(server: dis.Server,
     assert drawn["tcp", "buffer_size"] < 3
 
 
-def test_a_global_shuffle_is_of_mapped_data_and_of_ranks_on_one_host(
-    server: dis.Server, client: dis.Client, monkeypatch: pytest.MonkeyPatch
+def test_a_global_shuffle_is_of_mapped_data_and_of_a_process_alone(
+    client: dis.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def order(**options: Any) -> Any:
         return Batches(client["data"], columns=["n"], **options).state_dict()["shuffle"]
 
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert order(shuffle=True) == "global"
     assert order(shuffle=True, buffer_size=9) == order(shuffle="window") == "window"
-    # A rank on another host could not map the data, and all ranks need the same order.
-    assert order(shuffle=True, rank=0, world_size=2) == "window"
-    assert order(shuffle="global", rank=0, world_size=2) == "global"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for processes, kind in ((4, "window"), (1, "window"), (2, "global")):
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
-        assert order(shuffle=True, rank=0, world_size=2) == kind
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("WORLD_SIZE", "1")  # of a job that has no part in these ranks
-    assert order(shuffle=True, rank=0, world_size=2) == "window"
+    # Other ranks may be unable to map the data, and all of them need the same order.
+    for part in ({"rank": 0, "world_size": 2}, {"rank": 0, "world_size": 1}):
+        assert order(shuffle=True, **part) == "window"
+        assert order(shuffle="global", **part) == "global"
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert order(shuffle=True) == order(shuffle=True, rank=0, world_size=2) == "window"
     with pytest.raises(OptionError, match=r"^shuffle='global' reads single rows, .* or use shuffle='window'$"):
         Batches(client.dataset("data", transport="tcp"), columns=["n"], shuffle="global")
     for wrong in ({"shuffle": "all"}, {"shuffle": "global", "buffer_size": 3}):
         with pytest.raises(OptionError, match="shuffle"):
             order(**wrong)
+
+
+@pytest.mark.parametrize("part", [{"world_size": 2}, {"world_size": 1}])
+def test_ranks_have_one_order_though_only_one_of_them_maps_the_data(
+    client: dis.Client, part: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # the launcher has started all ranks on this host
+        monkeypatch.setenv(name, "2")
+
+    def ranks(shuffle: bool | str) -> list[list[int]]:
+        options: dict[str, Any] = {"columns": ["n", "x"], "batch_size": 64, "shuffle": shuffle, **part}
+        handles = [client.dataset("data", transport=transport) for transport in ("shm", "tcp")]
+        numbers = [rank % part["world_size"] for rank in range(2)]
+        return [rows(Batches(handle, rank=number, **options)) for number, handle in zip(numbers, handles, strict=True)]
+
+    first, second = ranks(True)
+    if part["world_size"] == 1:  # processes that need the same rows, such as those of tensor parallelism
+        assert first == second
+    else:
+        assert sorted([*first, *second]) == [*range(ROWS)]
+    with pytest.raises(OptionError, match="reads single rows"):
+        ranks("global")
 
 
 @pytest.mark.parametrize("shuffle", [False, "window", "global"])

@@ -13,7 +13,7 @@ from dissociated.base.once import once
 from dissociated.errors import OptionError
 
 #: Variables that torchrun sets, and after it Accelerate, Ray Train and Kubeflow.
-_RANK, _WORLD_SIZE, _ADDRESS, _LOCAL_WORLD_SIZE = "RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"
+_RANK, _WORLD_SIZE, _ADDRESS = "RANK", "WORLD_SIZE", "MASTER_ADDR"
 
 
 class ProcessRank(NamedTuple):
@@ -43,14 +43,6 @@ def find_rank() -> ProcessRank:
             "processes: give rank= and world_size="
         )
     return ProcessRank(int(rank), int(world_size))
-
-
-def is_on_one_host(world_size: int) -> bool:
-    """Return whether `world_size` processes are known to be on this host, because the launcher started all here."""
-    on_all_hosts, on_this_host = os.environ.get(_WORLD_SIZE, ""), os.environ.get(_LOCAL_WORLD_SIZE)
-    if world_size == 1:
-        return True
-    return on_this_host == on_all_hosts and on_all_hosts.isdecimal() and int(on_all_hosts) >= world_size
 
 
 def processes_of_accelerate() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from dissociated.errors import OptionError
 from dissociated.training.blocks import Blocks
 from dissociated.training.columns import row_width
-from dissociated.training.launch import is_on_one_host
+from dissociated.training.launch import find_rank
 from dissociated.training.plan import Order
 
 _WINDOW_ROWS = 1 << 16  # the least number of rows of a window by default
@@ -26,7 +26,8 @@ class Sampling:
     - `batch_size`: the number of rows of a batch.
     - `shuffle`: shuffle each epoch in an order of its own. `"global"` shuffles all rows, which needs data that is
       mapped into this process. `"window"` shuffles the record batches, and then the rows within a window. `True` is
-      `"global"` if the data is mapped, `buffer_size` is not given, and all ranks are on this host; else `"window"`.
+      `"window"`, except in a process that trains alone: that is `"global"` if the data is mapped and `buffer_size` is
+      not given. A process trains alone if `rank` is not given and no launcher has started other processes.
     - `weights`: read rows in proportion to their weights, in a global shuffle: the name of a column of weights, or the
       weight of each value of a column, such as `{"label": {"rare": 10, "common": 1}}`. An epoch has as many rows as
       without weights. A row comes as often as its share of the weights says, rounded up or down.
@@ -151,7 +152,12 @@ class Sampling:
             return Order.STORED
         if self.shuffle == "window" or self.buffer_size is not None:
             return Order.BLOCKS if self.buffer_size == 0 else Order.WINDOW
-        return Order.GLOBAL if mapped and is_on_one_host(self.part[1]) else Order.WINDOW
+        return Order.GLOBAL if mapped and self._trains_alone else Order.WINDOW
+
+    @property
+    def _trains_alone(self) -> bool:
+        """Whether no other process needs the same order. Other processes may be unable to map the data, or later."""
+        return self.rank is None and self.part[1] == find_rank().world_size == 1
 
     def window(self, blocks: Blocks) -> int:
         """Return the number of rows that are shuffled together in a `WINDOW` order."""
