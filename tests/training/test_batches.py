@@ -114,6 +114,35 @@ def test_a_state_of_other_rows_is_refused_though_the_filters_have_one_text(clien
         made(others).load_state_dict(state)
 
 
+def test_a_state_of_columns_whose_batches_are_combined_otherwise_is_refused(
+    server: dis.Server, client: dis.Client
+) -> None:
+    """Small record batches are combined by the width of their columns, here into as many blocks of other lengths."""
+    lengths = [1, 1, 1, 1, *[3] * 255]
+    count = sum(lengths)
+    # Empty structs take no memory, but count as 32 bytes each: three rows, or two with the other columns, are 1 MiB.
+    wide = pa.FixedSizeListArray.from_arrays(pa.Array.from_buffers(pa.struct([]), count * 10922, [None]), 10922)
+    table = pa.table({"n": range(count), "wide": wide, **{name: np.zeros(count) for name in "abc"}})
+    ends = np.cumsum(lengths).tolist()
+    server.publish(
+        "wide rows", pa.concat_tables(table.slice(end - by, by) for end, by in zip(ends, lengths, strict=True))
+    )
+
+    def made(*more: str) -> Batches:
+        return Batches(client["wide rows"], columns=["n", "wide", *more], as_arrow=["wide"], batch_size=1, **order)
+
+    orders: list[dict[str, Any]] = [{"shuffle": "window", "buffer_size": size} for size in (0, 100)]
+    for order in (*orders, {}):
+        with case(order):
+            state = json.loads(json.dumps(made().state_dict()))
+            made("a").load_state_dict(state)
+            if order:
+                with pytest.raises(OptionError, match=r"the state has blocks .* would not be the same rows"):
+                    made(*"abc").load_state_dict(state)
+            else:
+                made(*"abc").load_state_dict(state)
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_an_epoch_is_finished_by_another_number_of_ranks(client: dis.Client, transport: str) -> None:
     def ranks(count: int) -> list[Batches]:

@@ -198,7 +198,7 @@ class Examples:
             "seed": plan.seed,
             "drop_last": plan.drop_last,
             "rows": plan.total,
-            "blocks": len(plan.rows),
+            "blocks": plan.blocks,
         }
 
 

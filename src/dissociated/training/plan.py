@@ -6,6 +6,7 @@ does not depend on the number of shards, so that an epoch can be finished by ano
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,17 @@ class Plan:
     def total(self) -> int:
         """The total number of rows."""
         return int(self.rows.sum())
+
+    @cached_property
+    def blocks(self) -> int | str:
+        """The number of blocks, and a digest of their lengths if they are shuffled: their borders define the order.
+
+        The borders depend on the columns that are read, too.
+        """
+        if self.order in (Order.STORED, Order.GLOBAL):
+            return len(self.rows)
+        digest = hashlib.blake2b(self.rows.astype("<i8"), digest_size=16).hexdigest()
+        return f"{len(self.rows)} ({digest})"
 
     def shard(self, number: int, count: int, epoch: int, before: Sequence[LayoutProgress] = ()) -> Shard:
         """Return shard `number` of `count` of the rows of an epoch that were not read in the progress `before`."""
