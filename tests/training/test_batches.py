@@ -752,6 +752,24 @@ def test_only_rows_of_the_version_of_the_handle_are_given(server: dis.Server, cl
     assert [batch["n"].tolist() for batch in held] == [[1, 2]]  # mapped, so still readable
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_source_that_changes_is_refused_though_its_batches_have_equal_lengths(
+    server: dis.Server, client: dis.Client, transport: str
+) -> None:
+    numbers = [1, 2, 3]
+    server.publish("edited", lambda: pa.table({"n": numbers, "m": [7, 8, 9]}))
+    handle = client.dataset("edited", transport=transport)
+    options: list[dict[str, Any]] = [{"columns": ["m"], "filter": ("n", "<", 3)}, {"columns": [], "codes": ["n"]}]
+    for each in options:
+        with case(each):
+            numbers[:] = 1, 2, 3
+            batches = Batches(handle, **each)
+            assert [len(column) for batch in batches for column in batch.values()] == [2 if "filter" in each else 3]
+            numbers[:] = 4, 2, 1
+            with pytest.raises(SourceError, match="other batches each time"):
+                next(iter(batches))
+
+
 def test_without_pytorch_it_says_what_to_install(client: dis.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # how Python marks a module that is not installed
     with pytest.raises(OptionError, match=r"pip install 'dissociated\[torch\]'"):

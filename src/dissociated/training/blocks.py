@@ -64,6 +64,8 @@ class Blocks:
         self._regions: list[Region] = []  # all mapped regions, sorted by their address in this process
         self._addresses: list[int] = []  # the addresses of `_regions`
         self._filter = None if filter is None else row_filter(filter, dataset.schema)
+        self._filter_names = [] if self._filter is None else [dataset.schema.names[at] for at in self._filter.columns]
+        self._distinct: dict[str, pa.Array] = {}  # the results of `distinct`, by column
         #: The number of rows of each record batch, by part.
         self._lengths: list[list[int]] = []
         #: The positions in each record batch of the rows that pass the filter, by part.
@@ -129,10 +131,9 @@ class Blocks:
             ) from None
         for part in range(len(self._lengths)):
             for batch in self._map(part) or self._fetch_column(part, name):
-                column = batch.column(name)
-                values = plain(column.dictionary if pa.types.is_dictionary(type_) else column.unique())
-                new = values.filter(pc.invert(pc.is_in(values, distinct))).drop_null()
+                new = _new_values(batch.column(name), distinct)
                 distinct = pa.concat_arrays([distinct, new.unique()]) if len(new) else distinct
+        self._distinct[name] = distinct
         return distinct
 
     def _fetch_column(self, part: int, name: str) -> pa.RecordBatchReader:
@@ -150,11 +151,17 @@ class Blocks:
         return np.concatenate([np.empty(0, np.int64), *numbers])
 
     def read(self, number: int) -> list[pa.RecordBatch]:
-        """Return the rows of a block that pass the filter. Raise SourceError if its number of rows has changed."""
+        """Return the rows of a block that pass the filter.
+
+        Raises:
+            SourceError: The source has changed: other numbers of rows, other rows that pass the filter, or values that
+                `distinct` has not found. The values of other columns are not compared.
+        """
         part, first, stop, _ = self._blocks[number]
         mapped = self._map(part)
         batches = self._fetch(part, first, stop) if mapped is None else mapped[first:stop]
-        if [batch.num_rows for batch in batches] != self._lengths[part][first:stop]:
+        is_same = [batch.num_rows for batch in batches] == self._lengths[part][first:stop]
+        if not is_same or (mapped is None and self._is_changed(part, first, batches)):
             raise SourceError(
                 f"{self.dataset.name!r} has other batches each time it is read: put it into a node, and read it there"
             )
@@ -168,8 +175,31 @@ class Blocks:
         ]
 
     def _fetch(self, part: int, first: int, stop: int) -> list[pa.RecordBatch]:
-        request = replace(self.dataset.defaults, columns=self.schema.names, batches=(first, stop))
+        columns = [*dict.fromkeys([*self.schema.names, *self._filter_names])]
+        request = replace(self.dataset.defaults, columns=columns, batches=(first, stop))
         return [*self.dataset.read_part(part, request)]
+
+    def _is_changed(self, part: int, first: int, batches: Sequence[pa.RecordBatch]) -> bool:
+        """Return whether batches, from number `first` on, have other rows that pass, or values that are not distinct.
+
+        A source that is read anew for each request may have changed. Rows that pass are taken by their positions.
+        """
+        if self._filter is not None:
+            for batch, positions in zip(batches, self._passing[part][first:], strict=False):
+                if not np.array_equal(self._find_passing(batch), positions):
+                    return True
+        return any(
+            len(_new_values(batch.column(name), distinct))
+            for name, distinct in self._distinct.items()
+            for batch in batches
+        )
+
+    def _find_passing(self, batch: pa.RecordBatch) -> Positions:
+        """Return the positions of the rows of a batch that pass the filter."""
+        assert self._filter is not None, "the caller has checked this"
+        rows = self._filter.at_columns(range(len(self._filter_names)))
+        mask = rows.mask(batch.select(self._filter_names)).fill_null(False)
+        return np.flatnonzero(mask.to_numpy(zero_copy_only=False))
 
     def _map(self, part: int) -> list[pa.RecordBatch] | None:
         """Return the batches of a part in shared memory, or None if the part cannot be mapped."""
@@ -190,21 +220,24 @@ class Blocks:
 
     def _count_rows(self, part: int) -> None:
         """Count the rows of each record batch of a part, and find those that pass the filter."""
-        names = [] if self._filter is None else [self.dataset.schema.names[at] for at in self._filter.columns]
-        mapped = self._map(part)
-        batches: Iterable[pa.RecordBatch]
-        if mapped is not None:
-            batches = mapped if self._filter is None else (batch.select(names) for batch in mapped)
-        else:  # without columns, only metadata is sent, which has the number of rows
-            batches = self.dataset.read_part(part, replace(self.dataset.defaults, columns=names))
+        batches: Iterable[pa.RecordBatch] | None = self._map(part)
+        if batches is None:  # without columns, only metadata is sent, which has the number of rows
+            batches = self.dataset.read_part(part, replace(self.dataset.defaults, columns=self._filter_names))
         lengths, passing = [], []
         for batch in batches:
             lengths.append(batch.num_rows)
             if self._filter is not None:
-                mask = self._filter.at_columns(range(len(names))).mask(batch).fill_null(False)
-                passing.append(np.flatnonzero(mask.to_numpy(zero_copy_only=False)))
+                passing.append(self._find_passing(batch))
         self._lengths.append(lengths)
         self._passing.append(passing)
+
+
+def _new_values(column: pa.Array, distinct: pa.Array) -> pa.Array:
+    """Return the values of a column, or of its dictionary, that are not among `distinct`, without null."""
+    import pyarrow.compute as pc  # on first use: it is slow to import
+
+    values = plain(column.dictionary if pa.types.is_dictionary(column.type) else column.unique())
+    return values.filter(pc.invert(pc.is_in(values, distinct))).drop_null()
 
 
 def slice_pieces(batches: Sequence[pa.RecordBatch], start: int, stop: int) -> Iterator[pa.RecordBatch]:

@@ -95,7 +95,7 @@ class Plan:
         """
         if self.order in (Order.STORED, Order.GLOBAL):
             return len(self.rows)
-        digest = hashlib.blake2b(self.rows.astype("<i8"), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(self.rows.astype("<i8").tobytes(), digest_size=16).hexdigest()
         return f"{len(self.rows)} ({digest})"
 
     def shard(self, number: int, count: int, epoch: int, before: Sequence[LayoutProgress] = ()) -> Shard:
