@@ -17,7 +17,7 @@
     │   └── FilterRefused        a server does not apply the row filter of the request
     ├── FormatError              invalid, truncated or damaged Arrow IPC, or data that it cannot hold, also a ValueError
     ├── OptionError              an option with an invalid value, also a ValueError
-    │   └── ReadOnce             a live stream that all clients read together was asked for batches by number
+    │   └── ReadOnce             a stream that can be read only once was asked for batches by number
     ├── WrongKind                tensors where record batches were asked for, or the other way round, also a TypeError
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
     ├── StoreError               a segment or a file cannot be written or read: invalid content, missing, closed
@@ -241,7 +241,7 @@ class OptionError(DissociatedError, ValueError):
 
 
 class ReadOnce(OptionError):
-    """A request for batches by number of a live stream that all clients read together."""
+    """A request for batches by number of a stream that can be read only once, by all clients together or by one."""
 
     code = "read_once"
 

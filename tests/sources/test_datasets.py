@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from dissociated.codec.split import batches as split_batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
-from dissociated.errors import CatalogError, FormatError, SourceError, StoreError
+from dissociated.errors import CatalogError, FormatError, ReadOnce, SourceError, StoreError
 from dissociated.format.encapsulated import encapsulate, end_of_stream
 from dissociated.format.record_batch import encode_record_batch
 from dissociated.protocol.request import Selection
@@ -251,6 +252,15 @@ def test_a_reader_is_given_once() -> None:
     made.open_reader()
     with pytest.raises(SourceError, match="which can be read once and was read"):
         made.open_reader()
+
+
+def test_some_batches_of_a_reader_are_refused_and_all_are_given() -> None:
+    made: Dataset = make_dataset("data", TABLE.to_reader())
+    for selected in (made, made.select_positions([0])):
+        for first, stop in ((0, 1), (1, sys.maxsize)):
+            with pytest.raises(ReadOnce, match="would lose the others"):
+                selected.slice_batches(first, stop)
+    assert made.slice_batches(0, sys.maxsize).open_reader().read_all() == TABLE
 
 
 def test_more_segments_than_can_be_shared_are_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.service import CatalogService
-from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError, SourceError, WrongKind
+from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError, ReadOnce, SourceError, WrongKind
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from dissociated.torch import loader
@@ -768,6 +768,20 @@ def test_a_source_that_changes_is_refused_though_its_batches_have_equal_lengths(
             numbers[:] = 4, 2, 1
             with pytest.raises(SourceError, match="other batches each time"):
                 next(iter(batches))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_a_stream_that_can_be_read_once_is_refused_and_keeps_its_rows(
+    server: dis.Server, client: dis.Client, transport: str
+) -> None:
+    options: list[dict[str, Any]] = [{}, {"filter": ("n", ">", 1)}, {"codes": ["n"]}]
+    for name, live in (("once", None), ("live", dis.Live())):
+        for each in options:
+            with case((name, each)):
+                server.publish(name, TABLE.select(["n"]).to_reader(), live=live)
+                with pytest.raises(ReadOnce, match=f"'{name}' is a stream that can be read only once, .* into a node"):
+                    Batches(client.dataset(name, transport=transport), **each)
+                assert client.read(name).read_all()["n"].to_pylist() == [*range(ROWS)]
 
 
 def test_without_pytorch_it_says_what_to_install(client: dis.Client, monkeypatch: pytest.MonkeyPatch) -> None:

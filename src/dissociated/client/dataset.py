@@ -561,7 +561,8 @@ class DatasetHandle(_Rows):
 
         With `keep_files`, its regions can be mapped again. Loaders of this library call this.
         """
-        if not self._reader.is_mapped(number):
+        # A stream has no known number of rows, and opening it would take its rows.
+        if self.info.endpoints[number].rows is None or not self._reader.is_mapped(number):
             return None
         reader = self.read_part(number, replace(self.defaults, keep_files=keep_files))
         if isinstance(reader, MappedReader) and reader.is_mapped:

@@ -227,7 +227,8 @@ class Dataset(ABC):
         Numbers beyond the last batch are ignored.
 
         Raises:
-            ReadOnce: The dataset is a stream that is read once for all clients.
+            ReadOnce: The dataset is a stream that is read once for all clients; or one that can be read only once, and
+                these are not all of its batches.
         """
         raise ReadOnce(
             f"the batches of {self.name!r} have no numbers, because all clients share one stream: request all of the "

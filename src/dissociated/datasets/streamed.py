@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import SplitMessage, split
 from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
 from dissociated.datasets.static import StaticDataset
-from dissociated.errors import FilterRefused, FormatError, SourceError
+from dissociated.errors import FilterRefused, FormatError, ReadOnce, SourceError
 from dissociated.protocol.request import RowSelection, Selection
 
 if TYPE_CHECKING:
@@ -29,12 +30,19 @@ class StreamedDataset(Dataset):
 
     options: WriteOptions | None = None
     repeatable = False
+    #: Whether the source can be read only once.
+    one_shot = False
 
     def messages(self) -> Iterator[SplitMessage]:
         """Yield the messages of one reading, with packed bodies."""
         return split(self.open_reader(), self.options)
 
     def slice_batches(self, first: int, stop: int) -> Dataset:
+        if self.one_shot and (first > 0 or stop < sys.maxsize):
+            raise ReadOnce(
+                f"{self.name!r} was published from a reader, which can be read once, so reading some of its batches "
+                "would lose the others: request all of the stream"
+            )
         return _StreamedBatches(self, first, stop)
 
 
@@ -59,7 +67,7 @@ class SourceDataset(StreamedDataset):
         super().__init__(name, first.schema)
         self._first = first if one_shot else None
         self._open_reader = open_reader
-        self._one_shot = one_shot
+        self.one_shot = one_shot
         self.splits_streams = not one_shot
         self._lock = threading.Lock()
         self.options = options
@@ -73,10 +81,10 @@ class SourceDataset(StreamedDataset):
 
     @property
     def exhausted(self) -> bool:  # type: ignore[override]
-        return self._one_shot and self._first is None
+        return self.one_shot and self._first is None
 
     def open_reader(self) -> pa.RecordBatchReader:
-        if self._one_shot:
+        if self.one_shot:
             with self._lock:
                 reader, self._first = self._first, None
             if reader is not None:
@@ -105,6 +113,7 @@ class _SourceColumns(StreamedDataset):
     def __init__(self, whole: SourceDataset, indices: tuple[int, ...]) -> None:
         super().__init__(whole.name, select_fields(whole.schema, indices))
         self.options = whole.options
+        self.one_shot = whole.one_shot
         self._whole = whole
         self._indices = indices
 

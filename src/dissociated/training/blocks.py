@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,13 +14,14 @@ import pyarrow as pa
 from dissociated.client.dataset import DatasetHandle
 from dissociated.client.partitions import selected_schema
 from dissociated.client.plan import row_filter
-from dissociated.errors import ColumnNotFound, SourceError, WrongKind
+from dissociated.errors import ColumnNotFound, ReadOnce, SourceError, WrongKind
 from dissociated.memory.region import Region
 from dissociated.training.columns import plain, row_width
 from dissociated.training.permutation import Positions
 
 _BLOCK_BYTES = 1 << 20  # bytes of a block up to which small record batches are combined
 _MIN_BLOCKS = 256  # number of blocks that remain, about, after record batches were combined
+_MANY_BATCHES = 0, sys.maxsize - 1  # more than any part has, but not all that there may be
 
 
 class _Block(NamedTuple):
@@ -49,6 +51,7 @@ class Blocks:
         WrongKind: The dataset holds tensors.
         ColumnNotFound: The dataset lacks one of the columns.
         OptionError: The filter does not fit the columns.
+        ReadOnce: The dataset is a stream that can be read only once.
         DissociatedError: Further errors of reading.
     """
 
@@ -130,15 +133,19 @@ class Blocks:
                 "out of codes="
             ) from None
         for part in range(len(self._lengths)):
-            for batch in self._map(part) or self._fetch_column(part, name):
+            for batch in self._map(part) or self._read_whole(part, [name]):
                 new = _new_values(batch.column(name), distinct)
                 distinct = pa.concat_arrays([distinct, new.unique()]) if len(new) else distinct
         self._distinct[name] = distinct
         return distinct
 
-    def _fetch_column(self, part: int, name: str) -> pa.RecordBatchReader:
-        column: pa.RecordBatchReader = self.dataset.read_part(part, replace(self.dataset.defaults, columns=[name]))
-        return column
+    def _read_whole(self, part: int, columns: Sequence[str]) -> pa.RecordBatchReader:
+        """Open a reader over columns of a part."""
+        request = replace(self.dataset.defaults, columns=columns)
+        if self.dataset.info.endpoints[part].rows is None:
+            # A server refuses some batches of a stream that can be read only once, and gives all of them.
+            request = replace(request, batches=_MANY_BATCHES)
+        return self.dataset.read_part(part, request)
 
     def passing(self) -> Positions | None:
         """Return the numbers of the rows that pass the filter, counted over all parts; None without a filter."""
@@ -220,14 +227,18 @@ class Blocks:
 
     def _count_rows(self, part: int) -> None:
         """Count the rows of each record batch of a part, and find those that pass the filter."""
-        batches: Iterable[pa.RecordBatch] | None = self._map(part)
-        if batches is None:  # without columns, only metadata is sent, which has the number of rows
-            batches = self.dataset.read_part(part, replace(self.dataset.defaults, columns=self._filter_names))
         lengths, passing = [], []
-        for batch in batches:
-            lengths.append(batch.num_rows)
-            if self._filter is not None:
-                passing.append(self._find_passing(batch))
+        try:
+            # Without columns, only metadata is sent, which has the number of rows.
+            for batch in self._map(part) or self._read_whole(part, self._filter_names):
+                lengths.append(batch.num_rows)
+                if self._filter is not None:
+                    passing.append(self._find_passing(batch))
+        except ReadOnce:
+            raise ReadOnce(
+                f"{self.dataset.name!r} is a stream that can be read only once, and loaders read their rows more than "
+                "once: put it into a node, and read it there"
+            ) from None
         self._lengths.append(lengths)
         self._passing.append(passing)
 
