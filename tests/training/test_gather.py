@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from decimal import Decimal
 from typing import Any
 
@@ -116,3 +117,28 @@ def test_lists_of_decimals_and_of_other_lists_are_gathered() -> None:
     batch = Gatherer(batches, ArrayColumns(table.schema)).take(ROWS)
     assert batch["pairs"].tolist() == [[100 * row, -25 * row] for row in ROWS]
     assert batch["grids"].tolist() == [grids[row] for row in ROWS]
+
+
+def test_rows_of_strings_and_lists_are_gathered_from_small_and_large_batches() -> None:
+    texts = [None if row % 7 == 3 else f"{row} " * (1 + row % 3) for row in range(8000)]
+    lists = [None if row % 5 == 2 else [str(row)] * (row % 4) for row in range(8000)]
+    table = pa.record_batch({"text": texts, "list": lists, "word": pa.array(texts).dictionary_encode()})
+    batches = [table[:5], table[5:6], table[6:7000], table[7000:7001], table[7001:]]
+    columns = ArrayColumns(table.schema, as_arrow=table.schema.names)
+    gatherer = Gatherer(batches, columns)
+    for rows in ([7999, 0, 6, 6999, 7000, 5, 3, 6, 7999], [6998, 6, 6999], [5], []):
+        batch = gatherer.take(np.array(rows, np.int64))
+        for name, values in (("text", texts), ("list", lists), ("word", texts)):
+            batch[name].validate(full=True)
+            assert batch[name].type == table[name].type
+            assert batch[name].to_pylist() == [values[row] for row in rows]
+
+
+def test_rows_of_more_text_than_one_array_can_hold_are_gathered() -> None:
+    rows, size = 1200, 1_200_000_000
+    zeros = pa.py_buffer(mmap.mmap(-1, size))  # takes no memory until it is read
+    offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * (size // rows))
+    text = pa.Array.from_buffers(pa.binary(), rows, [None, offsets.buffers()[1], zeros])
+    batch = pa.record_batch({"text": text})
+    gatherer = Gatherer([batch, batch], ArrayColumns(batch.schema, as_arrow=["text"]))
+    assert [len(value) for value in gatherer.take(np.array([2 * rows - 1, 0]))["text"].to_pylist()] == [10**6] * 2

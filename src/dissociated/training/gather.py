@@ -22,6 +22,8 @@ from dissociated.training.columns import (
 )
 from dissociated.training.permutation import Positions
 
+_SMALL_ARRAY = 1 << 15  # bytes of an array that is copied faster than some of its rows are taken
+_MAX_COPIED = 1 << 26  # bytes of small arrays that are copied for one batch
 _POSITIONS = 1 << 13  # of values that are read together: more do not fit into the cache of a core, which takes longer
 
 
@@ -94,12 +96,10 @@ class Gatherer:
         within = rows - self._firsts[batch] if len(self._firsts) else rows
         columns: dict[str, Column] = {}
         for name, source in self._sources.items():
-            if not isinstance(source, _Arrow):
+            with rearranging(name):
                 columns[name] = source.take(batch, within)
-            elif name in self._columns.codes:
-                columns[name] = encode(source.take(rows), self._columns.codes[name])
-            else:
-                columns[name] = source.take(rows)
+            if isinstance(source, _Arrow) and name in self._columns.codes:
+                columns[name] = encode(columns[name], self._columns.codes[name])
         for name, matrix in self._matrices.items():
             columns[name] = matrix.take(batch, within)
         return columns
@@ -294,10 +294,26 @@ class _Arrow:
     """Arrays that stay pyarrow Arrays."""
 
     def __init__(self, arrays: Sequence[pa.Array], type_: pa.DataType) -> None:
-        chunks = pa.chunked_array(arrays, type_)
-        self._chunks = chunks.unify_dictionaries() if types.is_dictionary(type_) else chunks
-        chunks[:0].take(pa.array([], pa.int64()))  # raises the error of types whose rows pyarrow cannot take
+        if types.is_dictionary(type_):
+            arrays = pa.chunked_array(arrays, type_).unify_dictionaries().chunks
+        self._arrays = arrays
+        self._sizes = [array.nbytes for array in arrays]
+        self._empty = arrays[0][:0] if arrays else pa.nulls(0, type_)
+        self._empty.take(pa.array([], pa.int64()))  # raises the error of types whose rows pyarrow cannot take
 
-    def take(self, rows: Positions) -> pa.Array:
-        values = self._chunks.take(pa.array(rows)).combine_chunks()
-        return values if isinstance(values, pa.Array) else pa.concat_arrays(values.chunks)
+    def take(self, batch: Positions, within: Positions) -> pa.Array:
+        # pyarrow would join all arrays of a chunked array, however few of their rows are taken.
+        order = np.argsort(batch, kind="stable")
+        numbers, firsts = np.unique(batch[order], return_index=True)
+        positions: Positions = np.empty(len(batch), np.int64)
+        pieces, start, copied = [], 0, 0
+        for number, places in zip(numbers.tolist(), np.split(order, firsts[1:]), strict=False):
+            piece, rows, size = self._arrays[number], within[places], self._sizes[number]
+            if size <= _SMALL_ARRAY and copied + size <= _MAX_COPIED:
+                copied += size
+            else:
+                piece, rows = piece.take(pa.array(rows)), np.arange(len(rows))
+            positions[places] = rows + start
+            start += len(piece)
+            pieces.append(piece)
+        return pa.concat_arrays(pieces).take(pa.array(positions)) if pieces else self._empty
