@@ -704,6 +704,47 @@ def test_codes_of_strings_that_pyarrow_cannot_join(
                     [*Batches(handle, as_arrow=[name], batch_size=200, shuffle=shuffle)]
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_filter_keeps_rows_of_columns_that_pyarrow_cannot_take(
+    server: dis.Server, client: dis.Client, transport: str
+) -> None:
+    words = [None if n % 5 == 2 else f"a word of number {n}" for n in range(60)]
+    views = pa.array(words, pa.string_view())
+    columns = {
+        "view": views,
+        "bytes": pa.array([word and word.encode() for word in words], pa.binary_view()),
+        "struct": pa.StructArray.from_arrays([views], ["s"]),
+        "runs": pa.RunEndEncodedArray.from_arrays(pa.array([7, 20, 60], pa.int32()), pa.array(["a", None, "b"])),
+    }
+    table = pa.table({"n": range(60), **columns})
+    server.publish("not taken", pa.concat_tables([table[:50], table[50:]]))
+    options: dict[str, Any] = {"filter": pc.field("n").isin([3, 4, 5, 9, 49, 50, 58]), "batch_size": 60}
+    handle = client.dataset("not taken", transport=transport)
+    (batch,) = Batches(handle, as_arrow=[*columns], **options)
+    assert batch["n"].tolist() == [3, 4, 5, 9, 49, 50, 58]
+    for name, column in columns.items():
+        with case(name):
+            batch[name].validate(full=True)
+            assert batch[name].type == column.type
+            assert batch[name].to_pylist() == [column[n].as_py() for n in batch["n"].tolist()]
+    for shuffle in (False, "window"):
+        coded = Batches(handle, columns=["n"], codes=["view", "bytes"], shuffle=shuffle, **options)
+        (batch,) = coded
+        for name in ("view", "bytes"):
+            values = [*coded.dictionaries[name].to_pylist(), None]  # -1 is null
+            assert [values[code] for code in batch[name].tolist()] == [columns[name][n].as_py() for n in batch["n"]]
+
+
+def test_codes_of_types_without_distinct_values_are_refused(server: dis.Server, client: dis.Client) -> None:
+    union = pa.UnionArray.from_sparse(pa.array([0, 1], pa.int8()), [pa.array([1, 2]), pa.array(["a", "b"])])
+    type_ = pa.fixed_shape_tensor(pa.int64(), [2, 1], permutation=[1, 0])
+    tensors = pa.ExtensionArray.from_storage(type_, pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2)))
+    for name, column in {"union": union, "tensors": tensors}.items():
+        server.publish(name, pa.table({"c": column}))
+        with case(name), pytest.raises(WrongKind, match=r"'c' of codes= is .* pyarrow cannot find"):
+            Batches(client[name], codes=["c"])
+
+
 def test_options_of_columns_that_contradict_are_refused(server: dis.Server, client: dis.Client) -> None:
     columns = {"n": [1, 2], "s": ["a", "b"], "l": [[1], None], "m": [[["x"]], []], "n_mask": [3, 4]}
     published(server, "mixed", pa.table(columns))

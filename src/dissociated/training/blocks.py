@@ -124,8 +124,8 @@ class Blocks:
         if name not in self.schema.names:
             raise ColumnNotFound(f"codes has {name!r}; the columns are {', '.join(self.schema.names)}")
         type_ = self.schema.field(name).type
-        distinct = plain(pa.array([], type_.value_type if pa.types.is_dictionary(type_) else type_))
         try:
+            distinct = plain(pa.nulls(0, type_.value_type if pa.types.is_dictionary(type_) else type_))
             pc.is_in(distinct.unique(), distinct)
         except pa.ArrowNotImplementedError:
             raise WrongKind(
@@ -177,7 +177,7 @@ class Blocks:
             return batches
         passing = self._passing[part][first:stop]
         return [
-            batch if len(rows) == batch.num_rows else batch.take(pa.array(rows))
+            batch if len(rows) == batch.num_rows else _take(batch, rows)
             for batch, rows in zip(batches, passing, strict=True)
         ]
 
@@ -241,6 +241,16 @@ class Blocks:
             ) from None
         self._lengths.append(lengths)
         self._passing.append(passing)
+
+
+def _take(batch: pa.RecordBatch, rows: Positions) -> pa.RecordBatch:
+    """Return the rows at these positions, which must ascend."""
+    try:
+        return batch.take(pa.array(rows))
+    except pa.ArrowNotImplementedError:  # such as strings in views, of which pyarrow only joins slices
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
+        slices = [batch.slice(run[0], len(run)) for run in runs]
+        return pa.concat_batches([batch[:0], *slices])
 
 
 def _new_values(column: pa.Array, distinct: pa.Array) -> pa.Array:
