@@ -297,7 +297,8 @@ class _Arrow:
         if types.is_dictionary(type_):
             arrays = pa.chunked_array(arrays, type_).unify_dictionaries().chunks
         self._arrays = arrays
-        self._sizes = [array.nbytes for array in arrays]
+        # Not `nbytes`, with which pyarrow crashes on unions without rows.
+        self._sizes = [array.get_total_buffer_size() for array in arrays]
         self._empty = arrays[0][:0] if arrays else pa.nulls(0, type_)
         self._empty.take(pa.array([], pa.int64()))  # raises the error of types whose rows pyarrow cannot take
 
