@@ -208,6 +208,34 @@ def test_a_global_shuffle_is_of_mapped_data_and_of_a_process_alone(
             order(**wrong)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_default_window_holds_less_of_long_values(server: dis.Server, client: dis.Client, transport: str) -> None:
+    size, rows_ = 1 << 14, 50
+    numbers = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(1024 * rows_)), 1024)
+    columns = {
+        "n": range(rows_),
+        "numbers": numbers,
+        "text": ["x" * size] * rows_,
+        "lists": [[0] * (size // 8)] * rows_,
+    }
+    server.publish("long", pa.table(columns))
+
+    def window(*names: str) -> int:
+        handle = client.dataset("long", transport=transport)
+        state = Batches(handle, columns=names, as_arrow=[*{*names} & {"text"}], shuffle="window").state_dict()
+        return int(state["window"])
+
+    assert window("n") == 1 << 16
+    assert window("n", "numbers") == (1 << 28) // (8 + 8192)
+    for names, least, most in (
+        (["text"], size, 2.1 * size),  # the catalog knows the size of all columns only
+        (["n", "text"], size, 2.1 * size),
+        (["text", "lists"], 2 * size, 2.1 * size),
+    ):
+        with case(names):
+            assert (1 << 28) / most <= window(*names) <= (1 << 28) / least
+
+
 @pytest.mark.parametrize("part", [{"world_size": 2}, {"world_size": 1}])
 def test_ranks_have_one_order_though_only_one_of_them_maps_the_data(
     client: dis.Client, part: dict[str, int], monkeypatch: pytest.MonkeyPatch

@@ -75,7 +75,7 @@ class Blocks:
         self._passing: list[list[Positions]] = []
         for part in range(len(dataset.info.endpoints)):
             self._count_rows(part)
-        together = min(_BLOCK_BYTES // row_width(self.schema), sum(map(sum, self._lengths)) // _MIN_BLOCKS)
+        together = min(_BLOCK_BYTES // max(1, row_width(self.schema)), sum(map(sum, self._lengths)) // _MIN_BLOCKS)
         max_rows = max(size, together)
         self._blocks = [
             block for part, lengths in enumerate(self._lengths) for block in _combine(part, lengths, max_rows)
@@ -96,6 +96,20 @@ class Blocks:
             ],
             np.int64,
         )
+
+    @property
+    def row_bytes(self) -> int:
+        """The approximate number of bytes of a row, which is the same for all readers of the version.
+
+        Strings and nested values have the rest of an average row of the dataset. If the catalog does not know the size
+        of the dataset, a size is assumed.
+        """
+        assumed, fixed = row_width(self.schema), row_width(self.schema, 0)
+        nbytes, rows = self.dataset.info.nbytes, sum(map(sum, self._lengths))
+        if fixed == assumed or nbytes is None or not rows:
+            return max(1, assumed)
+        others = row_width(self.dataset.schema, 0) - fixed
+        return max(assumed, -(-nbytes // rows) - others)
 
     @property
     def longest(self) -> int:

@@ -358,17 +358,17 @@ def _kind(type_: pa.DataType) -> np.dtype[Any] | None:
     return None
 
 
-def row_width(schema: pa.Schema) -> int:
-    """Return the approximate number of bytes of a row."""
-    return sum(_width(type_) for type_ in schema.types) or 1
+def row_width(schema: pa.Schema, unknown: int = _UNKNOWN_WIDTH) -> int:
+    """Return the approximate number of bytes of a row, with `unknown` for each string or nested value."""
+    return sum(_width(type_, unknown) for type_ in schema.types)
 
 
-def _width(type_: pa.DataType) -> int:
+def _width(type_: pa.DataType, unknown: int) -> int:
     if isinstance(type_, pa.BaseExtensionType):
-        return _width(type_.storage_type)
+        return _width(type_.storage_type, unknown)
     if types.is_fixed_size_list(type_):
-        return int(type_.list_size) * _width(type_.value_type)
+        return int(type_.list_size) * _width(type_.value_type, unknown)
     try:
         return -(-int(type_.bit_width) // 8)
     except ValueError:
-        return _UNKNOWN_WIDTH
+        return unknown
