@@ -108,8 +108,8 @@ class Blocks:
         nbytes, rows = self.dataset.info.nbytes, sum(map(sum, self._lengths))
         if fixed == assumed or nbytes is None or not rows:
             return max(1, assumed)
-        others = row_width(self.dataset.schema, 0) - fixed
-        return max(assumed, -(-nbytes // rows) - others)
+        unread = row_width(self.dataset.schema, 0) - fixed
+        return max(assumed, -(-nbytes // rows) - unread)
 
     @property
     def longest(self) -> int:

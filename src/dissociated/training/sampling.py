@@ -156,7 +156,7 @@ class Sampling:
 
     @property
     def _trains_alone(self) -> bool:
-        """Whether no other process needs the same order. Other processes may be unable to map the data, or later."""
+        """Whether no other process needs the same order. Another may map the data later, or not at all."""
         return self.rank is None and self.part[1] == find_rank().world_size == 1
 
     def window(self, blocks: Blocks) -> int:
