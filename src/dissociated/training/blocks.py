@@ -206,7 +206,7 @@ class Blocks:
         A source that is read anew for each request may have changed. Rows that pass are taken by their positions.
         """
         if self._filter is not None:
-            for batch, positions in zip(batches, self._passing[part][first:], strict=False):
+            for batch, positions in zip(batches, self._passing[part][first : first + len(batches)], strict=True):
                 if not np.array_equal(self._find_passing(batch), positions):
                     return True
         return any(
