@@ -32,8 +32,8 @@ import dissociated as dis
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-COUNT = 130  # of which each takes two descriptors while it is open
+resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
+COUNT = 80  # of which each takes two descriptors while it is open
 
 def table(number, more=0):
     return pa.table({"n": pa.array([number, number + 1 + more], pa.int64())})
