@@ -242,14 +242,13 @@ def encoded(table: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def probe(cluster: Cluster, kind: str) -> None:
-    """Assert that the probes of a pod's container are answered."""
+def probes(kind: str) -> Iterator[str]:
+    """Yield the URL of each probe of a pod's container."""
     [container] = pod(kind)["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         asked = container[name]["httpGet"]
-        url = f"{asked['scheme'].lower()}://127.0.0.1:{ports[asked['port']]}{asked['path']}"
-        assert cluster.network.get(url) == "ok\n"
+        yield f"{asked['scheme'].lower()}://127.0.0.1:{ports[asked['port']]}{asked['path']}"
 
 
 #: A scrape of the PodMonitor: with its token, at an address that the certificate need not have.
@@ -281,8 +280,7 @@ def test_pods_of_a_host_share_memory(cluster: Cluster) -> None:
         serving.wait_until_it_serves()
         node = stack.enter_context(cluster.containers("DaemonSet")["node"].start(cluster.log("node")))
         node.wait_until_it_serves()
-        probe(cluster, "StatefulSet")
-        probe(cluster, "DaemonSet")
+        assert cluster.network.get(*probes("StatefulSet"), *probes("DaemonSet")) == "ok\n" * 6
         client = cluster.containers("Job")["client"]
         refused = client.run("dissociated", "put", "-", "flights", given=encoded(TABLE), check=False)
         assert refused.returncode != 0, "its token may read only"

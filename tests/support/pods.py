@@ -35,7 +35,8 @@ _FIELDS = {"spec.nodeName": "worker-1", "status.podIP": "127.0.0.1"}
 _PROBE = """
 import ssl, sys, urllib.request
 context = ssl._create_unverified_context()  # The kubelet does not verify certificates.
-print(urllib.request.urlopen(sys.argv[1], timeout=30, context=context).read().decode(), end="")
+for url in sys.argv[1:]:
+    print(urllib.request.urlopen(url, timeout=30, context=context).read().decode(), end="")
 """
 
 
@@ -67,9 +68,9 @@ class Network:
     ) -> None:
         self._keeper.communicate(timeout=PATIENCE)
 
-    def get(self, url: str) -> str:
-        """Return the answer of a probe of the kubelet."""
-        command = [*self.prefix, sys.executable, "-c", _PROBE, url]
+    def get(self, *urls: str) -> str:
+        """Return the answers of probes of the kubelet, one after the other."""
+        command = [*self.prefix, sys.executable, "-c", _PROBE, *urls]
         return subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, check=True).stdout
 
 
