@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -172,7 +173,7 @@ def test_a_server_that_ends_within_a_body_is_noticed(
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_client_that_ends_within_a_live_stream_is_noticed(serve: Serve, spawn: Spawn, by: signal.Signals) -> None:
-    batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
+    batch = pa.record_batch({"n": np.arange(1 << 17)})
     good = serve(WHERE)
     good.server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in iter(int, 1))))
     (uri,) = good.server.locations("live")
@@ -192,7 +193,7 @@ def test_a_client_that_does_nothing_for_long_is_not_lost(serve: Serve, provider:
     good = serve(f"{WHERE}&provider={provider}")
     readers = {}
     for rows, batches in ((1 << 20, 9), (20_000, 450), (1_000, 9_000)):
-        batch, name = pa.record_batch({"n": pa.array(range(rows), pa.int64())}), f"{batches} of {rows} rows"
+        batch, name = pa.record_batch({"n": np.arange(rows)}), f"{batches} of {rows} rows"
         good.server.publish(name, pa.Table.from_batches([batch] * batches))
         readers[name] = dis.open_stream(good.server.locations(name)[0], good.server.ticket(name))
         assert readers[name].read_next_batch() == batch

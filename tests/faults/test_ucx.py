@@ -302,7 +302,7 @@ def test_client_ends(serve: Serve, spawn: Spawn, mode: str, stage: str, by: sign
 
 @pytest.mark.parametrize("mode", MODES)
 def test_real_client_is_killed_within_a_live_stream(serve: Serve, spawn: Spawn, mode: str) -> None:
-    batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
+    batch = pa.record_batch({"n": np.arange(1 << 17)})
     good = serve(f"ucx:?err_mode={mode}")
     good.server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in iter(int, 1))))
     (uri,) = good.server.locations("live")

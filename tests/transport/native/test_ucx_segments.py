@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -56,7 +57,7 @@ OURS = """
 
 @pytest.fixture(scope="module")
 def table() -> pa.Table:
-    whole = pa.table({str(n): pa.array(range(n, n + ROWS * BATCHES), pa.int64()) for n in range(COLUMNS)})
+    whole = pa.table({str(n): np.arange(n, n + ROWS * BATCHES) for n in range(COLUMNS)})
     return pa.Table.from_batches(whole.to_batches(max_chunksize=ROWS))
 
 
