@@ -42,7 +42,7 @@ PUT = """
 import sys, pyarrow as pa, dissociated as dis
 batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
 with dis.connect(sys.argv[1], tls_roots=sys.argv[2]) as client:
-    client.put("d", pa.RecordBatchReader.from_batches(batch.schema, [batch] * 48))
+    client.put("d", pa.RecordBatchReader.from_batches(batch.schema, [batch] * 64))
 """
 
 
@@ -183,12 +183,12 @@ def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept
         # for a while, in which the kernel asks ever more seldom whether it is there.
         reader("a")
         pausing = reader("c")
-        assert int(answer(reader("a"), "\n")) == 48 << 17
+        assert int(answer(reader("a"), "\n")) == 64 << 17
         assert peers() == {cluster.addresses["a"], cluster.addresses["c"]}
         cluster.cut("a")
         wait_until(lambda: peers() == {cluster.addresses["c"]}, "the readers are noticed to be gone", 45)
         printed, _ = pausing.communicate("\n\n", timeout=60)
-        assert int(printed) == 48 << 17
+        assert int(printed) == 64 << 17
 
 
 @pytest.mark.parametrize(
