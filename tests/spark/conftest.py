@@ -66,8 +66,10 @@ def java() -> str:
 
 
 #: Modules that the forks of Spark's Python run: the sources of streams, which must answer within ten seconds, the calls
-#: of a data source by the driver, the daemons of workers, and the sidecar.
+#: of a data source by the driver, the daemons of workers, and the sidecar. The parts of the demo are forks as well.
 FORKED = (
+    "examples.tpch.consumers",
+    "examples.tpch.pipeline",
     "pyspark.sql.streaming.python_streaming_source_runner",
     "pyspark.daemon",
     "warm",

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -19,7 +19,9 @@ import pytest
 import dissociated as dis
 from dissociated.node.launch import running
 from dissociated.spark.jar import jar
+from support.forks import EXECUTABLE
 from support.pages import ROOT
+from support.processes import Fork
 
 from .test_quickstart import PROGRAM, RESULT
 
@@ -140,21 +142,23 @@ def test_the_quickstart_runs_in_a_cell(run: Callable[[str], str]) -> None:
 
 
 @pytest.mark.needs("ucx", "libfabric")
-def test_the_demo_runs_over_ucx_and_libfabric(run: Callable[[str], str], tmp_path: Path) -> None:
+def test_the_demo_runs_over_ucx_and_libfabric(run: Callable[[str], str], python: Path, tmp_path: Path) -> None:
     for package in ("duckdb", "polars", "matplotlib"):
         pytest.importorskip(package, reason="the demo's packages are not installed")
     data = pytest.importorskip("examples.tpch.data")
     if data.generator() is None:
         pytest.skip("tpchgen-cli is not installed")
     port, secret = run("print(port, secret)").split()
-    environment = {**os.environ, "PYSPARK_GATEWAY_PORT": port, "PYSPARK_GATEWAY_SECRET": secret}
+    spark = {"PYSPARK_GATEWAY_PORT": port, "PYSPARK_GATEWAY_SECRET": secret}
     options = ["--scale", "0.001", "--query", "q3", "--device", "test:0", "--plot", str(tmp_path / "tpch.png")]
     transports = ["--transport", "ucx", "--transport", "fabric"]
-    command = [sys.executable, "-m", "examples.tpch", *options, *transports]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    environment = {**os.environ, **spark, EXECUTABLE: str(python)}
+    command = ["-m", "examples.tpch", *options, *transports]
+    with Fork(*command, cwd=ROOT, env=environment, stdout=PIPE, stderr=PIPE) as demo:
+        output, errors = demo.communicate(timeout=380)
+    assert demo.returncode == 0, output[-4000:] + errors[-4000:]
     for transport in ("ucx", "fabric"):
-        assert f"copy over {transport}" in done.stdout or f"  {transport} " in done.stdout
+        assert f"copy over {transport}" in output or f"  {transport} " in output
 
 
 def test_the_quickstart_runs_and_datasets_are_written_and_read_by_spark_connect(
