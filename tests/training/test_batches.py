@@ -404,11 +404,14 @@ def test_results_of_calculations_keep_no_memory_of_the_server(server: dis.Server
     squeezed = np.squeeze(batch["n"].reshape(1, -1))
     assert type(squeezed) is type(batch["n"])
     assert np.from_dlpack(squeezed).tolist() == [*range(ROWS)]
+    copies = [batch["n"].copy(), batch["n"].astype(np.int32), batch["n"][[*range(ROWS)]], batch["n"][batch["n"] >= 0]]
+    copies += [copies[0][:], pickle.loads(pickle.dumps(batch["n"])), batch["n"].take(range(ROWS))]
     del batch, squeezed
     wait_until(lambda: mapped() == 1, "only the server maps it, which is in this process")
     assert [results[0], results[1]] == [499500, 499.5]
     assert results[2].tolist() == [*range(0, 2 * ROWS, 2)]
     assert results[3].tolist() == [*range(500, ROWS)]
+    assert [copied.tolist() for copied in copies] == [[*range(ROWS)]] * len(copies)
 
 
 class Exported(ctypes.Structure):
@@ -461,12 +464,14 @@ def test_a_consumer_of_dlpack_that_writes_all_the_same_harms_nobody(client: dis.
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     handle = client.dataset("data", transport="shm")
     array = next(iter(Batches(handle, columns=["n"], batch_size=300)))["n"][10:]
-    for value in (7, 8):
-        capsule = array.__dlpack__(max_version=(1, 0))
-        exported = Exported.from_address(pointer(capsule, b"dltensor_versioned"))
-        assert exported.flags & 1, "read-only"
-        assert ctypes.c_int64.from_address(exported.data).value == 10
-        ctypes.c_int64.from_address(exported.data).value = value
+    capsules = []
+    for exporting, first in ((array[::-1], 299), (array, 10)):
+        for value in (7, 8):
+            capsules.append(exporting.__dlpack__(max_version=(1, 0)))
+            exported = Exported.from_address(pointer(capsules[-1], b"dltensor_versioned"))
+            assert exported.flags & 1, "read-only"
+            assert ctypes.c_int64.from_address(exported.data).value == first
+            ctypes.c_int64.from_address(exported.data).value = value
     assert array.tolist() == [*range(10, 300)]
     with pytest.raises(ValueError, match="read-only"):
         np.from_dlpack(array)[0] = 1

@@ -67,9 +67,10 @@ class Lender:
     def _map(self, array: Array) -> Array | None:
         """Return the array in a private mapping of its memory.
 
-        Return None if the array does not lie in shared memory, or shares bytes with an array that was mapped before.
+        Return None if the array does not lie in shared memory, shares bytes with an array that was mapped before, or
+        has a negative stride.
         """
-        if not array.size or not array.flags.aligned:
+        if not array.size or not array.flags.aligned or min(array.strides, default=0) < 0:
             return None
         start, stop = _extent(array)
         region = self._find(start)
@@ -100,7 +101,8 @@ class SharedArray(np.ndarray[Any, np.dtype[Any]]):
     lender: Lender | None = None  # makes the private mappings for DLPack; None if no epoch has lent this array
 
     def __array_finalize__(self, source: object) -> None:
-        self.lender = getattr(source, "lender", None)
+        # A writable array is a copy, such as of `copy`, `astype` or an index, and needs no memory of the server.
+        self.lender = None if self.flags.writeable else getattr(source, "lender", None)
 
     def __array_wrap__(
         self, array: Array, context: tuple[np.ufunc, tuple[Any, ...], int] | None = None, return_scalar: bool = False
