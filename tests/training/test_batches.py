@@ -100,6 +100,32 @@ def test_a_run_goes_on_where_another_was_interrupted(client: dis.Client) -> None
             second.load_state_dict({**state, **wrong})
 
 
+def test_a_loaded_position_stays_if_the_next_batch_cannot_be_read(server: dis.Server, client: dis.Client) -> None:
+    is_away = False
+
+    def source() -> pa.Table:
+        if is_away:
+            raise ConnectionError
+        return TABLE
+
+    server.publish("away", source)
+    options: dict[str, Any] = {"columns": ["n", "x"], "batch_size": 48}
+    interrupted = Batches(client["away"], **options)
+    for _ in zip(range(5), interrupted, strict=False):
+        state = interrupted.state_dict()
+    resumed = Batches(client["away"], **options)
+    resumed.load_state_dict(state)
+    is_away = True
+    for _ in range(2):
+        with pytest.raises(SourceError):
+            next(iter(resumed))
+    assert resumed.state_dict() == state
+    is_away = False
+    resumed.set_epoch(0)
+    assert rows(resumed) == [*range(5 * 48, ROWS)]
+    assert rows(resumed) == [*range(ROWS)]
+
+
 def test_a_state_of_other_rows_is_refused_though_the_filters_have_one_text(client: dis.Client) -> None:
     """The text of an expression leaves out the middle of a long set."""
 

@@ -25,7 +25,7 @@ class Position:
         self.epoch = 0
         self._workers = workers
         self._progress: list[LayoutProgress] = []  # of this epoch, in each layout that has read a part of it
-        self._resumed = False  # whether a state was loaded, and reading has not begun since
+        self._resumed = False  # whether a state was loaded, and no batch was received since
 
     @property
     def step(self) -> int:
@@ -34,7 +34,12 @@ class Position:
 
     @step.setter
     def step(self, step: int) -> None:
-        self._progress = [*self.before, LayoutProgress(*self._layout(), step)]
+        self._progress, self._resumed = [*self.before, LayoutProgress(*self._layout(), step)], False
+
+    @property
+    def progress(self) -> list[LayoutProgress]:
+        """The progress of this epoch in each layout that has read a part of it. The last may be the current layout."""
+        return self._progress
 
     @property
     def before(self) -> list[LayoutProgress]:
@@ -58,15 +63,14 @@ class Position:
         if not (self._resumed and epoch == self.epoch):
             self.epoch, self._progress, self._resumed = epoch, [], False
 
-    def move_to(self, epoch: int, before: Sequence[LayoutProgress]) -> None:
-        """Move to the rest of an epoch, after the progress of earlier layouts."""
-        self.epoch, self._progress = epoch, [*before]
+    def move_to(self, epoch: int, progress: Sequence[LayoutProgress]) -> None:
+        """Move to the rest of an epoch."""
+        self.epoch, self._progress = epoch, [*progress]
 
     def begin_reading(self) -> int:
         """Begin to read the epoch, at the loaded state or at its start. Return the number of the first batch."""
         if not self._resumed:
             self._progress = []
-        self._resumed = False
         return self.step
 
     def state_dict(self) -> dict[str, Any]:
