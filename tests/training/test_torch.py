@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.errors import OptionError
+from dissociated.errors import OptionError, SourceError
 from dissociated.torch import loader
 from support.helpers import case, wait_until
 
@@ -196,6 +196,60 @@ def test_workers_and_ranks_have_every_row_once_and_go_on_exactly(client: dis.Cli
             for other in others:
                 other.load_state_dict(interrupted.state_dict())
             assert sorted(row for other in others for row in flat(rows(other))) == left
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_persistent_workers_of_a_copy_read_the_epoch_of_that_copy(client: dis.Client) -> None:
+    """A driver sends its loader to the ranks."""
+    from torch.utils.data import DataLoader
+
+    from dissociated.torch import IterableDataset
+
+    workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    whole = loader(client["data"], **COLUMNS)
+    epochs = [rows(whole) for _ in range(4)]
+    whole.set_epoch(1)
+    rows(whole, 4)
+    pickled = pickle.dumps(loader(client["data"], **COLUMNS, **workers))
+    resumed, other = pickle.loads(pickled), pickle.loads(pickled)
+    resumed.load_state_dict(whole.state_dict())
+    found = [(rows(resumed), rows(other)) for _ in range(3)]
+    assert found == [(epochs[1][4:], epochs[0]), (epochs[2], epochs[1]), (epochs[3], epochs[2])]
+    dataset = pickle.loads(pickle.dumps(IterableDataset(client["data"], **COLUMNS)))
+    own = DataLoader(dataset, batch_size=None, **workers)
+    assert rows(own) == rows(own) == epochs[0]
+    dataset.set_epoch(2)
+    assert rows(own) == epochs[2]
+
+
+def test_a_position_that_was_set_stays_until_a_batch_was_read(server: dis.Server, client: dis.Client) -> None:
+    from dissociated.torch import IterableDataset
+
+    is_away = False
+
+    def source() -> pa.Table:
+        if is_away:
+            raise ConnectionError
+        return pa.table({"n": range(ROWS), "x": [n / 2 for n in range(ROWS)]})
+
+    server.publish("away", source)
+    for make in (loader, IterableDataset):
+        with case(make.__name__):
+            is_away = False
+            interrupted, resumed = (make(client["away"], **COLUMNS) for _ in range(2))
+            interrupted.set_epoch(3)
+            assert [interrupted.state_dict()[name] for name in ("epoch", "progress")] == [3, [[1, 1, 0]]]
+            rows(interrupted, 5)
+            state = interrupted.state_dict()
+            resumed.load_state_dict(state)
+            is_away = True
+            for _ in range(2):
+                with pytest.raises(SourceError):
+                    rows(resumed)
+            assert resumed.state_dict() == state
+            is_away = False
+            interrupted.set_epoch(3)
+            assert rows(resumed) == rows(interrupted)[5:]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -1,8 +1,10 @@
-"""Worker processes end with the process that has started them."""
+"""Worker processes follow the process that has started them, and end with it."""
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dissociated.errors import OptionError
+from dissociated.training.launch import SharedNumbers
 from support.processes import Fork
 
 #: Starts a worker that never ends by itself, and a fork that outlives this process with copies of its pipes.
@@ -63,3 +67,76 @@ def test_a_worker_ends_when_its_parent_has_gone(tmp_path: Path, method: str, end
             if not ended:
                 os.kill(worker, signal.SIGKILL)
             os.close(descriptor)
+
+
+#: Prints the numbers that the processes of a training read, while each of them sets other ones.
+NUMBERS = """
+import json, multiprocessing, pickle, sys
+from dissociated.training.launch import SharedNumbers
+
+
+def answer(shared, pipe):
+    while pipe.recv():
+        pipe.send(shared.current)
+
+
+class Worker:
+    def __init__(self, shared):
+        context = multiprocessing.get_context("fork")
+        self.pipe, pipe = context.Pipe()
+        context.Process(target=answer, args=(shared, pipe), daemon=True).start()
+
+    def read(self):
+        self.pipe.send(True)
+        return self.pipe.recv()
+
+
+def train(shared, pipe):
+    pipe.recv()
+    found = [shared.current]
+    shared.numbers = 6,
+    worker = Worker(shared)
+    pipe.send("started")
+    pipe.recv()
+    found += [shared.current, worker.read()]
+    shared.numbers = 8, 9
+    pipe.send([*found, worker.read()])
+
+
+if __name__ == "__main__":
+    shared = SharedNumbers((0,), 3)
+    copied = pickle.loads(pickle.dumps(shared))
+    context = multiprocessing.get_context(sys.argv[1])
+    rank, pipe = context.Pipe()
+    context.Process(target=train, args=(shared, pipe)).start()
+    worker = Worker(copied)
+    found = [worker.read()]
+    shared.numbers, copied.numbers = (1, 2, 3), (4, 5)
+    rank.send("set")
+    rank.recv()
+    shared.numbers = 7,
+    rank.send("set")
+    print(json.dumps([*found, worker.read(), *rank.recv(), shared.current]))
+"""
+
+
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_follows_its_parent_until_it_sets_numbers_itself(tmp_path: Path, method: str) -> None:
+    """Ranks have copies of one dataset, and each tells its own workers the next epoch."""
+    script = tmp_path / "script.py"
+    script.write_text(NUMBERS)
+    with Fork(script, method, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        found = json.loads(process.stdout.read())
+        process.wait(30)
+    assert found == [[0], [4, 5], [1, 2, 3], [6], [6], [8, 9], [7]]
+
+
+def test_a_copy_that_does_not_know_its_parent_says_so() -> None:
+    copied = pickle.loads(pickle.dumps(SharedNumbers((1, 2), 3)))
+    assert copied.numbers == (1, 2)
+    with pytest.raises(OptionError, match=r"does not know the next epoch, .* call set_epoch\(\) in the worker"):
+        _ = copied.current
+    copied.numbers = (3,)
+    assert copied.current == (3,)

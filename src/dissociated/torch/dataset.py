@@ -21,13 +21,19 @@ from dissociated.training.access import Access
 from dissociated.training.batches import Position
 from dissociated.training.columns import Lists
 from dissociated.training.examples import Examples
-from dissociated.training.launch import check_accelerate, end_with_parent, find_rank, processes_of_accelerate
+from dissociated.training.launch import (
+    SharedNumbers,
+    check_accelerate,
+    end_with_parent,
+    find_rank,
+    processes_of_accelerate,
+)
 from dissociated.training.plan import LayoutProgress, Shard, turns
 from dissociated.training.sampling import Sampling
 
 #: Options of a DataLoader that would change the order of the batches.
 _REFUSED_OPTIONS = ("batch_sampler", "in_order", "sampler")
-_MAX_LAYOUTS = 20  # numbers of ranks and workers with which one epoch can be read before it is resumed
+_MAX_LAYOUTS = 21  # numbers of ranks and workers with which one epoch can be read
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,11 +69,9 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         super().__post_init__()
         self._for_loader = False  # whether a `Loader` reads this, which Accelerate leaves as it is
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.PRIVATE)
-        # The next epoch, the number of its batches that this rank has received already, and the numbers of the progress
-        # of earlier layouts.
-        self._begin: tuple[int, ...] = (0, 0)
-        # `_begin` in shared memory after its length, for persistent workers, which are not pickled for each epoch.
-        self._shared_begin = torch.zeros(3 + 3 * _MAX_LAYOUTS, dtype=torch.int64).share_memory_()
+        # The next epoch, and the numbers of its progress. They are shared for persistent workers, which are neither
+        # forked nor pickled for each epoch.
+        self._begin = SharedNumbers((0,), 1 + 3 * _MAX_LAYOUTS)
         self._read_by: int | None = None  # id of the process in which this copy has read an epoch
         self._state: Mapping[str, Any] | None = None  # a loaded state that was not used yet
         self._position: Position | None = None
@@ -89,7 +93,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         return find_rank() if self.rank is None else super().part, processes_of_accelerate()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_launched_in_parent": self._launched(), "_position": None}
+        return {**self.__dict__, "_launched_in_parent": self._launched(), "_read_by": None, "_position": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _unpickled_by=os.getpid())
@@ -101,23 +105,14 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that is read next."""
-        self.begin_at(epoch, 0)
+        self.begin_at(epoch)
 
-    def begin_at(self, epoch: int, step: int, before: Sequence[LayoutProgress] = ()) -> None:
-        """Set the epoch that is read next, without its first batches.
-
-        A DataLoader returns a batch of each worker in turn.
-
-        Args:
-            epoch: The epoch.
-            step: The number of batches that a DataLoader with as many workers has returned.
-            before: The progress with other numbers of ranks or workers.
-        """
-        if len(before) > _MAX_LAYOUTS:
-            raise OptionError(f"an epoch can be resumed with {_MAX_LAYOUTS} other numbers of ranks or workers at most")
-        self._begin = epoch, step, *chain.from_iterable(before)
-        begin = torch.tensor([len(self._begin), *self._begin])
-        self._shared_begin[: len(begin)] = begin
+    def begin_at(self, epoch: int, progress: Sequence[LayoutProgress] = ()) -> None:
+        """Set the epoch that is read next, and the progress that was made in it already."""
+        if len(progress) > _MAX_LAYOUTS:
+            raise OptionError(f"an epoch can be read with {_MAX_LAYOUTS} numbers of ranks or workers at most")
+        self._begin.numbers = epoch, *chain.from_iterable(progress)
+        self._position = None
         if self._state is not None and self._state.get("epoch") != epoch:
             self._state = None
 
@@ -130,40 +125,54 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
             if self.device is not None:
                 raise OptionError("workers cannot give memory of a device to their parent: use num_workers=0")
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        # A new worker has `_begin` in its copy of this object. A persistent worker reads the shared tensor, which is
-        # set before the DataLoader tells its workers to begin the next epoch.
-        begin = self._begin
-        if worker and self._read_by == os.getpid():
-            length, *values = self._shared_begin.tolist()
-            begin = tuple(values[:length])
+        # A new worker begins with the numbers of its copy. In its later epochs, a persistent worker follows its parent,
+        # which sets the numbers before the DataLoader tells its workers to begin.
+        is_persistent = worker is not None and self._read_by == os.getpid()
+        numbers = self._begin.current if is_persistent else self._begin.numbers
         self._read_by = os.getpid()
-        self._position = position = self.position(count)
+        self._position = position = self.position(count, numbers)
         if self._state is not None:
             position.load_state_dict(self._state)
-            self._state = None
             if (before := position.before) and worker is not None:
                 raise OptionError(
                     f"the state is of {before[-1].ranks} ranks with {before[-1].workers} workers each, and here are "
                     f"{self.part[1]} ranks with {count}: a DataLoader with workers has a state for each worker, which "
                     "fits the same numbers alone; use dissociated.torch.loader()"
                 )
-            return self._tensors(position, self.shard(number, count, position))
-        epoch, step, *numbers = begin
-        position.move_to(epoch, [LayoutProgress(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)])
-        # The DataLoader always asks its first worker first. So the shard whose turn it is moves to the first worker.
+            shard = self.shard(number, count, position)
+            state, self._state = self._state, None
+            return self._tensors(position, shard, state)
+        # A DataLoader returns a batch of each worker in turn, and always asks its first worker first. So the shard
+        # whose turn it is moves to the first worker.
         lengths = [len(self.shard(worker_id, count, position)) for worker_id in range(count)]
-        number, position.step = turns(lengths, step)[number]
+        number, position.step = turns(lengths, position.step)[number]
         return self._tensors(position, self.shard(number, count, position))
 
-    def _tensors(self, position: Position, shard: Shard) -> Iterator[dict[str, Any]]:
+    def _tensors(
+        self, position: Position, shard: Shard, state: Mapping[str, Any] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the batches from a position. If the first cannot be read, the state that led there is loaded again."""
         first = position.step
-        for step, batch in enumerate(self._examples.deliver(shard, first), first + 1):
-            position.step = step
-            yield {name: _tensor(column) for name, column in batch.items()}
+        try:
+            for step, batch in enumerate(self._examples.deliver(shard, first), first + 1):
+                position.step, self._position, state = step, position, None
+                yield {name: _tensor(column) for name, column in batch.items()}
+        except BaseException:
+            if state is not None and self._position is position:
+                self._state = state
+            raise
 
-    def position(self, workers: int) -> Position:
-        """Return the beginning of epoch 0, for `workers` workers on each rank."""
-        return Position(self._examples, workers)
+    def position(self, workers: int, begin: Sequence[int] = (0,)) -> Position:
+        """Return a position, for `workers` workers on each rank.
+
+        Args:
+            workers: The number of workers.
+            begin: The epoch, and the numbers of its progress.
+        """
+        position = Position(self._examples, workers)
+        epoch, *numbers = begin
+        position.move_to(epoch, [LayoutProgress(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)])
+        return position
 
     def shard(self, worker: int, workers: int, position: Position) -> Shard:
         """Return the shard that one worker of this rank reads of the rest of an epoch."""
@@ -179,14 +188,14 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         """Return the position of the next batch in this process, which can be written as JSON."""
         if self._state is not None:
             return {**self._state}
-        return (self._position or self.position(1)).state_dict()
+        return (self._position or self.position(1, self._begin.numbers)).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position when the next epoch is read.
 
         Reading then raises OptionError if the state refers to other rows.
         """
-        self._state = state
+        self._state, self._position = state, None
 
 
 class Loader:
@@ -216,7 +225,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         position = self._position
         first, epoch = position.begin_reading(), position.epoch
-        self.dataset.begin_at(epoch, first, position.before)
+        self.dataset.begin_at(epoch, position.progress)
         for step, batch in enumerate(self._batches, first + 1):
             position.step = step
             yield batch

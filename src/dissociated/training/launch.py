@@ -1,4 +1,4 @@
-"""The processes that train together: the rank of this process among them, and the end of a worker with its parent."""
+"""The processes that train together: the rank of this process among them, and what a worker shares with its parent."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import multiprocessing
 import os
 import sys
 import threading
+import weakref
+from array import array
 from multiprocessing.connection import wait
-from typing import NamedTuple
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.heap import BufferWrapper
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
 
+from dissociated.base.fork import hold_over_forks
 from dissociated.base.once import once
 from dissociated.errors import OptionError
 
@@ -90,3 +96,112 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="dissociated-parent", daemon=True).start()
+
+
+class SharedNumbers:
+    """Numbers that a process can change for the workers that it has started.
+
+    Each process has numbers of its own. They begin as those of the object that was pickled, or inherited through
+    `fork`, and changes in other processes leave them as they are. Only `current` follows the changes of the process
+    that has started this one, until this process sets the numbers itself.
+    """
+
+    def __init__(self, numbers: tuple[int, ...], max_count: int) -> None:
+        self._numbers = numbers
+        self._max_count = max_count
+        # The numbers in shared memory, after their count: of this process, made before it starts a child that can read
+        # them, and of the process that has started this one.
+        self._memory: BufferWrapper | None = None
+        self._parent_memory: BufferWrapper | None = None
+        self._follows_parent = False
+        self._register()
+
+    def _register(self) -> None:
+        with _lock:
+            _shared_numbers.add(self)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of this process."""
+        return self._numbers
+
+    @numbers.setter
+    def numbers(self, numbers: tuple[int, ...]) -> None:
+        with _lock:
+            self._numbers, self._follows_parent = numbers, False
+            self._write()
+
+    @property
+    def current(self) -> tuple[int, ...]:
+        """The numbers of this process or, if this is a copy and they were not set here, of the parent process.
+
+        Raises:
+            OptionError: This copy was not made when the parent started this process, so it shares no memory with it.
+        """
+        if not self._follows_parent:
+            return self._numbers
+        if self._parent_memory is None:
+            raise OptionError(
+                "this worker does not know the next epoch, since its dataset was not made or pickled by the DataLoader "
+                "that has started it: call set_epoch() in the worker, or leave out persistent_workers"
+            )
+        count, *numbers = _view(self._parent_memory).tolist()
+        return tuple(numbers[:count])
+
+    def _write(self) -> None:
+        if self._memory is not None:
+            _view(self._memory)[: 1 + len(self._numbers)] = array("q", (len(self._numbers), *self._numbers))
+
+    def share(self) -> None:
+        """Make shared memory, which the children of this process inherit or receive. The caller holds the lock."""
+        if self._memory is None:
+            self._memory = BufferWrapper((1 + self._max_count) * array("q").itemsize)
+            self._write()
+
+    def after_fork_in_child(self) -> None:
+        """Follow the process that has forked this one."""
+        self._follow(self._memory)
+
+    def _follow(self, parent_memory: BufferWrapper | None) -> None:
+        self._memory, self._parent_memory, self._follows_parent = None, parent_memory, True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The result may be unpickled anywhere, and any number of times, so it has no memory of this process.
+        return self._copy, (self._numbers, self._max_count, None)
+
+    def reduce_for_child(self) -> tuple[Any, ...]:
+        """Return how to copy this object in a process that this one starts, and no other."""
+        if get_spawning_popen() is None:  # such as for a queue
+            return self.__reduce__()
+        with _lock:
+            self.share()
+        return self._copy, (self._numbers, self._max_count, self._memory)
+
+    @classmethod
+    def _copy(cls, numbers: tuple[int, ...], max_count: int, parent_memory: BufferWrapper | None) -> SharedNumbers:
+        copied = cls(numbers, max_count)
+        copied._follow(parent_memory)
+        return copied
+
+
+def _view(memory: BufferWrapper) -> memoryview[int]:
+    return memory.create_memoryview().cast("q")
+
+
+_shared_numbers: weakref.WeakSet[SharedNumbers] = weakref.WeakSet()
+_lock = threading.Lock()  # guards the set and its members; held throughout a fork
+
+
+def _before_fork() -> None:
+    for shared in _shared_numbers:
+        shared.share()
+
+
+def _after_fork_in_child() -> None:
+    for shared in _shared_numbers:
+        shared.after_fork_in_child()
+
+
+ForkingPickler.register(SharedNumbers, SharedNumbers.reduce_for_child)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+hold_over_forks(_lock)  # Python runs the hooks before a fork in reverse order, so this one encloses the others
