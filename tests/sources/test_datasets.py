@@ -154,6 +154,19 @@ def test_a_callable_that_gives_the_same_reader_again(once: Any) -> None:
         made.open_reader()
 
 
+def test_a_column_of_a_path_must_not_be_in_the_files_too(tmp_path: Path) -> None:
+    """pyarrow would take the value of the outermost directory."""
+    for path in "k=a", "x%20y=1", "k=1/k=2":
+        file = tmp_path / path.replace("/", "-") / path / "rows.parquet"
+        file.parent.mkdir(parents=True)
+        columns = {"n": [1], "k": ["z"]} if path == "k=a" else {"n": [1], "x y": [2]}
+        pq.write_table(pa.table(columns), file)
+        name = "x y" if path == "x%20y=1" else "k"
+        refused = rf"rows.parquet' has a column '{name}' already, and the directory '{file.parent.name}' adds another"
+        with case(path), pytest.raises(SourceError, match=refused):
+            make_dataset("data", file.parents[1 + path.count("/")])
+
+
 def test_a_parquet_file_that_is_damaged(tmp_path: Path) -> None:
     path = parquet(tmp_path / "data.parquet")
     path.write_bytes(path.read_bytes()[:-20])

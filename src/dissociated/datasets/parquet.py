@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 
@@ -103,9 +104,11 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
     Subdirectories called NAME=VALUE add a column NAME each (Hive partitioning).
 
     Raises:
-        SourceError: There are no Parquet files, there are other files, or the schemas of the files differ.
+        SourceError: There are no Parquet files, there are other files, the schemas of the files differ, or two columns
+            would have the same name.
     """
     import pyarrow.dataset
+    import pyarrow.parquet
 
     files = [*_parquet_files(path)]
     if not files:
@@ -127,6 +130,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
 
     with source_errors(name):
         published = states()
+        _check_path_columns(path, files, pyarrow.parquet.read_schema(files[0]).names)
         inspected = open_files()
         fragments = [*inspected.get_fragments()]
         common = fragments[0].physical_schema
@@ -158,6 +162,24 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
             yield entry
         else:
             raise SourceError(f"cannot publish {str(directory)!r}: {_DIRECTORY} ({entry.name!r} is not a Parquet file)")
+
+
+def _check_path_columns(directory: Path, files: Sequence[Path], columns: Sequence[str]) -> None:
+    """Raise SourceError if a directory NAME=VALUE gives a file a column that it has already.
+
+    pyarrow would take the value of the outermost directory.
+    """
+    for file in files:
+        names = [*columns]
+        for part in file.relative_to(directory).parent.parts:
+            name = unquote(part.partition("=")[0])
+            if name in names:
+                raise SourceError.for_peer(
+                    f"{str(file)!r} has a column {name!r} already, and the directory {part!r} adds another one: rename "
+                    "the directory, or give the files by name",
+                    f"the directory {part!r} adds a column that the files have already",
+                )
+            names.append(name)
 
 
 def _min_size(schema: pa.Schema, metadata: Any) -> int:
