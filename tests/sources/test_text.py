@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def test_a_file_that_was_modified_is_not_read(server: dis.Server, client: dis.Cl
 
 
 LONG = 2**64 - 1  # no double holds it
+DECIMAL = "12345678901234567.89"  # nor this
 MEGABYTE = f'{{"a": 1, "b": "{"x" * (1 << 20)}"}}\n'
 
 
@@ -104,17 +106,23 @@ MEGABYTE = f'{{"a": 1, "b": "{"x" * (1 << 20)}"}}\n'
             r"row 18 has a number in column 'a', .* only integers of 64 bits",
         ),
         ("jsonl", MEGABYTE * 17 + '{"c": 1}', r"row 18 has a number in column 'c', and the first 16 MB have no such"),
-        ("csv", f"a,b\n1,1.5\nNA,{LONG}\n", rf"row 3 of '.*wrong.csv' has the integer {LONG} in column 'b'"),
-        ("csv", f"a\n1.5\n{-(2**53) - 1}\n", rf"row 3 of .* has the integer {-(2**53) - 1} in column 'a'"),
-        ("jsonl", f'{{"a": [{{"b": 1}}, {{"b": {LONG}}}]}}', rf"row 1 of .* has the integer {LONG} in column 'a.b'"),
+        ("csv", f"a,b\n1,1.5\n,{LONG}\n", rf"row 3 of '.*wrong.csv' has the number {LONG} in column 'b'"),
+        ("csv", f"a\n1.5\n{-(2**53) - 1}\n", rf"row 3 of .* has the number {-(2**53) - 1} in column 'a'"),
+        ("csv", f"a,b\n1,0.1\n2,{DECIMAL}\n", rf"row 3 of .* has the number {DECIMAL} in column 'b'"),
+        ("jsonl", f'{{"a": [{{"b": 1}}, {{"b": {LONG}}}]}}', rf"row 1 of .* has the number {LONG} in column 'a.b'"),
+        ("jsonl", f'{{"a": 1e300}}\n{{"a": {DECIMAL}}}', rf"row 2 of .* has the number {DECIMAL} in column 'a'"),
+        ("csv", "a;b\n1;x\n".encode("utf-16"), "the CSV is in UTF-16: write it in UTF-8"),
     ],
-    ids=["empty", "odd", "late", "json", "changed", "changed within", "changed late", "new", "long", "mixed", "nested"],
+    ids=[
+        *("empty", "odd", "late", "json", "changed", "changed within", "changed late", "new"),
+        *("long", "mixed", "decimal", "nested", "decimal of JSON", "UTF-16"),
+    ],
 )
 def test_text_that_cannot_be_read_is_refused(
-    client: dis.Client, tmp_path: Path, ending: str, content: str, why: str
+    client: dis.Client, tmp_path: Path, ending: str, content: str | bytes, why: str
 ) -> None:
     path = tmp_path / f"wrong.{ending}"
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(SourceError, match=why):
         client.put("wrong", path)
     assert "wrong" not in client
@@ -203,7 +211,7 @@ def test_blank_lines_of_a_single_column_are_null(client: dis.Client, tmp_path: P
     texts: dict[str, dict[str, list[Any]]] = {
         path.read_text(): {"a": values},
         '"a"\n"x"\n\n""\nNA\n': {"a": ["x", None, "", "NA"]},
-        "a\n1\n\nNA\n": {"a": [1, None, None]},
+        "a\n1\n\nNA\n": {"a": ["1", None, "NA"]},
         "\ufeff\r\n\r\n'a'\r\n1\r\n\r\n": {"'a'": [1, None]},
         '\n"a,\nb"\n\n1': {"a,\nb": [None, 1]},
         "\na,b\n\n1,2\n\n": {"a": [1], "b": [2]},
@@ -216,6 +224,58 @@ def test_blank_lines_of_a_single_column_are_null(client: dis.Client, tmp_path: P
             assert open_text("-", io.BytesIO(text.encode()), "csv").read_all().to_pydict() == expected
 
 
+@pytest.mark.parametrize("columns", [1, 2])
+def test_csv_keeps_each_text_null_and_nan(client: dis.Client, tmp_path: Path, columns: int) -> None:
+    """Words that other programs write for null are texts, also if a column has no other values."""
+    path = tmp_path / "values.csv"
+    values: dict[str, list[Any]] = {
+        "texts": ["x", "", None, "NA", "nan"],
+        "words": ["NA", "null", "N/A", "NaN", "n/a"],
+        "NaN": [1.5, float("nan"), None, float("-inf"), 0.25],
+        "dates": [date(2020, 1, 1), None, None, None, date(1970, 1, 1)],
+    }
+    for name, column in values.items():
+        with case(name):
+            table = pa.table({name: column, "n": pa.array([0, 1, 2, 3, 4])}).select(range(columns))
+            pyarrow.csv.write_csv(table, path)
+            client.put("values", path)
+            piped = open_text("-", io.BytesIO(path.read_bytes()), "csv").read_all()
+            for read in client.read("values").read_all(), piped:
+                assert repr(read[name].to_pylist()) == repr(column)
+    path.write_text("n,code,word\n1,,NA\n2,,\nNA,,NULL\n")
+    assert client.put("words", path) == 3
+    unquoted = {"n": ["1", "2", "NA"], "code": [None] * 3, "word": ["NA", None, "NULL"]}
+    assert client.read("words").read_all().to_pydict() == unquoted
+
+
+@pytest.mark.parametrize("begin", ["a\n", '\ufeff"q\n"\n', "x" * (1 << 18) + "\n", ('"' * 100 + "\n") * 2_700])
+def test_csv_that_ends_within_quotes_is_refused(tmp_path: Path, begin: str) -> None:
+    """The quotes before the last value can be outside of the last quarter of a megabyte, which is searched at first."""
+    path = tmp_path / "rows.csv"
+    ends: dict[str, bool] = {
+        '"': True,
+        '"hel': True,
+        '"12': True,
+        '"a ""b"" \n': True,
+        '"a""': True,
+        '"\r\n': True,
+        '"a"""': False,
+        '5"': False,
+        '"a"b"c\n"x': True,
+        '"a"b"c\n': False,
+        '"a\n"\n': False,
+        '"\n"\n': False,
+        '"a\n"\r\n""': False,
+    }
+    for end, is_open in ends.items():
+        path.write_text(text := begin + end, newline="")
+        for source in str(path), io.BytesIO(text.encode()):
+            with case(end), ExitStack() as refused:
+                if is_open:
+                    refused.enter_context(pytest.raises(SourceError, match="ends within a quoted value"))
+                open_text("-", source, "csv").read_all()
+
+
 def test_csv_in_another_encoding_is_binary(client: dis.Client, tmp_path: Path) -> None:
     path = tmp_path / "latin.csv"
     path.write_bytes("a\nZürich\n".encode("latin-1"))
@@ -225,7 +285,7 @@ def test_csv_in_another_encoding_is_binary(client: dis.Client, tmp_path: Path) -
 
 def test_large_numbers_that_a_double_holds_are_read(client: dis.Client, tmp_path: Path) -> None:
     values = [2.0**63, 1e300, 2.0**70, None, -1.5]
-    written = ["9223372036854775808", "1e300", "1180591620717411300000", "", "-1.5"]  # the third as JavaScript does
+    written = ["9223372036854775808.00", "1e300", "1180591620717411300000", "", "-1.5"]  # the third as JavaScript does
     path = tmp_path / "large.csv"
     path.write_text("\n".join(["n,a", *(f"{n},{text}" for n, text in enumerate(written))]))
     client.put("large", path)
@@ -234,10 +294,10 @@ def test_large_numbers_that_a_double_holds_are_read(client: dis.Client, tmp_path
 
 def test_large_numbers_of_a_pipe_are_read_unless_a_double_rounds_them() -> None:
     """Libarrow reads 16 MiB at a time, so the last integer comes in two pieces."""
-    large = "a,b\n1e300,0.1234567890123456\n9007199254740993.0,-1234567890123456e3\n"
+    large = "a,b\n1e300,0.1234567890123456\n9007199254740993e0,-1234567890123456e3\n"
     rows = open_text("-", io.BytesIO(large.encode()), "csv").read_all().to_pydict()
     assert rows == {"a": [1e300, 2.0**53], "b": [0.1234567890123456, -1234567890123456e3]}
-    for written in (f"{LONG}\n", f"{-(2**53) - 1}\n", "1.5\n" * ((1 << 22) - 4) + f"{LONG}\n"):
+    for written in (f"{LONG}\n", f"{-(2**53) - 1}\n", f"{DECIMAL}\n", "1.5\n" * ((1 << 22) - 4) + f"{LONG}\n"):
         with pytest.raises(SourceError, match="write the text to a file"):
             open_text("-", io.BytesIO(f"a\n1.5\n{written}".encode()), "csv").read_all()
 
@@ -248,6 +308,6 @@ def test_a_reader_of_a_served_text_is_told_its_kind_of_error(
     path = tmp_path / "secret.csv"
     path.write_text(f"a\n{LONG}\n")
     server.publish("served", path)
-    with pytest.raises(DissociatedError, match=r"'served' failed \(an integer is too large\)") as refused:
+    with pytest.raises(DissociatedError, match=r"'served' failed \(a number is too large\)") as refused:
         client.read("served").read_all()
     assert str(LONG) not in str(refused.value)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.reader import Readable
 from dissociated.datasets.base import Dataset
+from dissociated.datasets.csv_blocks import BLOCK_SIZE, csv_blocks
 from dissociated.datasets.file import file_state, unchanged_reader
 from dissociated.datasets.source_errors import concealed, source_errors
 from dissociated.datasets.streamed import SourceDataset
@@ -27,10 +27,9 @@ from dissociated.errors import SourceError
 
 #: The format of a text by the ending of its file, since the content does not show it.
 TEXT_FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-_BLOCK_SIZE = 16 << 20  # bytes of text; the types of the columns are inferred from the first block
 _HEADER_SIZE = 1 << 16  # bytes of CSV in which the header is looked for
 _EXACT = 1 << 53  # doubles hold every integer below
-_LONG_INTEGER = re.compile(rb"(?<![0-9.])[0-9]{16,}(?![0-9.eE])")
+_LONG_NUMBER = re.compile(rb"(?<![0-9.])[0-9]{16,}(?:\.[0-9]*)?(?![0-9.eE])")
 #: The beginning of a text whose first value is null.
 _NULL_FIRST = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*null")
 #: The kinds of values of JSON, as they are named in errors.
@@ -41,6 +40,7 @@ _KINDS: Mapping[type, str] = {
     bool: "true or false",
     int: "a number",
     float: "a number",
+    Decimal: "a number",
 }
 _MAX_LEVELS = 2_000  # libarrow parses recursively, and needs more than the usual stack of 8 MiB for 10,000
 _NO_BRACKET = bytes(byte for byte in range(256) if byte not in b'{}[]"')
@@ -78,7 +78,7 @@ def open_text(name: str, source: Any, format: str) -> pa.RecordBatchReader:
         format: `csv` or `jsonl`.
 
     Raises:
-        SourceError: The text cannot be read, also while it is read, or an integer would lose digits.
+        SourceError: The text cannot be read, also while it is read, or a number would lose digits before its point.
     """
     source = source if isinstance(source, str) else _WatchedText(source)
     with source_errors(name), _text_errors(name, source, format):
@@ -93,49 +93,38 @@ def open_text(name: str, source: Any, format: str) -> pa.RecordBatchReader:
         return pa.RecordBatchReader.from_batches(reader.schema, _checked(name, source, format, reader))
 
 
-def _open_csv(source: Any, use_threads: bool | None = None, **convert: Any) -> pa.RecordBatchReader:
-    """Open CSV. Errors name the row if one thread reads, so threads only read files, which can be read again."""
+def _open_csv(source: Any, use_threads: bool | None = None, column_types: Any = None) -> pa.RecordBatchReader:
+    """Open CSV. An empty field without quotes is null, and no other field is.
+
+    Errors name the row if one thread reads, so threads only read files, which can be read again.
+    """
     import pyarrow.csv
 
     use_threads = isinstance(source, str) if use_threads is None else use_threads
     blank_lines, columns = _header(source)
-    options = pyarrow.csv.ReadOptions(block_size=_BLOCK_SIZE, use_threads=use_threads)
+    options = pyarrow.csv.ReadOptions(block_size=BLOCK_SIZE, use_threads=use_threads)
     # Without `newlines_in_values`, libarrow ends a block at any line break, and a quoted value that has one there
     # becomes two rows.
     parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
     if columns == 1:  # then a blank line is a row whose value is null, as which libarrow writes it
         options.skip_rows = blank_lines
         parsing.ignore_empty_lines = False
-        # With one byte more, the first block ends as it does in the whole text, so that the types are the same.
-        first_block = _CsvBlocks(io.BytesIO(_beginning(source, _BLOCK_SIZE + 1)))
-        schema = pyarrow.csv.open_csv(first_block, options, parsing, pyarrow.csv.ConvertOptions(**convert)).schema
-        if schema.types[0] in (pa.string(), pa.binary()):  # in which neither words such as NA nor "" are null
-            convert |= {"null_values": [""], "strings_can_be_null": True, "quoted_strings_can_be_null": False}
-    return pyarrow.csv.open_csv(_csv_blocks(source), options, parsing, pyarrow.csv.ConvertOptions(**convert))
-
-
-def _csv_blocks(source: Any) -> Any:
-    """Return a file that libarrow reads without splitting CR LF.
-
-    It is a file of libarrow if possible, since a thread of libarrow that calls Python while the interpreter exits ends
-    the process.
-    """
-    if isinstance(source, _WatchedText):
-        return _CsvBlocks(source)
-    file = pa.input_stream(source)
-    return _CsvBlocks(file) if isinstance(file, pa.CompressedInputStream) or _splits_crlf(source) else file
-
-
-def _splits_crlf(path: str) -> bool:
-    """Return whether a block of the file ends within CR LF."""
-    with open(path, "rb") as file:
-        starts = range(_BLOCK_SIZE, os.fstat(file.fileno()).st_size, _BLOCK_SIZE)
-        return any(os.pread(file.fileno(), 2, start - 1) == b"\r\n" for start in starts)
+    # By default, words such as NA are null as well, a column of such words loses them, and no string is null.
+    converting = pyarrow.csv.ConvertOptions(
+        null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False, column_types=column_types
+    )
+    return pyarrow.csv.open_csv(csv_blocks(source), options, parsing, converting)
 
 
 def _header(source: Any) -> tuple[int, int]:
-    """Return the number of blank lines before the header of CSV, and the number of columns; 0 if there is no header."""
-    lines = io.StringIO(_beginning(source, _HEADER_SIZE).decode("utf-8-sig", "replace"), newline="")
+    """Return the number of blank lines before the header of CSV, and the number of columns; 0 if there is no header.
+
+    Raises SourceError for UTF-16, of which libarrow would make a column of bytes.
+    """
+    beginning = _beginning(source, _HEADER_SIZE)
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise SourceError.for_peer("the CSV is in UTF-16: write it in UTF-8")
+    lines = io.StringIO(beginning.decode("utf-8-sig", "replace"), newline="")
     for blank_lines, fields in enumerate(csv.reader(lines)):
         if fields:
             return blank_lines, len(fields)
@@ -153,7 +142,7 @@ def _beginning(source: Any, size: int) -> bytes:
 def _open_json(source: Any) -> pa.RecordBatchReader:
     import pyarrow.json
 
-    options = pyarrow.json.ReadOptions(block_size=_BLOCK_SIZE)
+    options = pyarrow.json.ReadOptions(block_size=BLOCK_SIZE)
     schema = _without_times(pa.struct(pyarrow.json.open_json(source, options).schema))
     parsing = pyarrow.json.ParseOptions(explicit_schema=pa.schema(schema.fields))
     return pyarrow.json.open_json(source, options, parsing)
@@ -167,11 +156,11 @@ def _find_crash(path: str) -> tuple[int, str, str] | None:
     """
     length, last_line = 0, b""  # the end of a block after its last line is parsed with the next block
     with pa.input_stream(path) as file:  # which decompresses the same files as libarrow's parser
-        while block := file.read(_BLOCK_SIZE):
+        while block := file.read(BLOCK_SIZE):
             text = last_line + block
             if null := _NULL_FIRST.match(text):
                 at = null.end()
-                kind = f"null where libarrow begins to parse a block of {_BLOCK_SIZE >> 20} MiB"
+                kind = f"null where libarrow begins to parse a block of {BLOCK_SIZE >> 20} MiB"
                 remedy = "leave the row out, or write {} for it"
                 break
             if (deep := _find_deep_line(text)) is not None:
@@ -180,13 +169,13 @@ def _find_crash(path: str) -> tuple[int, str, str] | None:
             length += len(block)
             end = text.rfind(b"\n") + 1
             last_line = text[max(end, text.rfind(b"\r", end) + 1) :]
-            if len(last_line) > 2 * _BLOCK_SIZE:
+            if len(last_line) > 2 * BLOCK_SIZE:
                 return None  # libarrow refuses a line that is longer than a block
         else:
             return None
     end = length - len(last_line) + at
     with pa.input_stream(path) as file:
-        lines: int = sum(file.read(min(_BLOCK_SIZE, end - at)).count(b"\n") for at in range(0, end, _BLOCK_SIZE))
+        lines: int = sum(file.read(min(BLOCK_SIZE, end - at)).count(b"\n") for at in range(0, end, BLOCK_SIZE))
     return lines + 1, kind, remedy
 
 
@@ -215,28 +204,28 @@ def _levels(line: bytes) -> int:
 
 
 def _checked(name: str, source: Any, format: str, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-    """Pass the batches on. Raise SourceError for text that is not valid, or for an integer that lost digits."""
+    """Pass the batches on. Raise SourceError for text that is not valid, or for a number that lost digits."""
     with _text_errors(name, source, format):
         is_examined = False
         for batch in reader:
             if format == "jsonl":
                 batch.validate(full=True)  # libarrow accepts JSON that is not UTF-8
             if not is_examined and any(map(_is_inexact, batch.columns)):
-                for row, column, written in _integers(source, format, batch.schema):
+                for row, column, written in _long_numbers(source, format, batch.schema):
                     if not _is_kept(written):
                         raise concealed(
                             name,
-                            f"row {row} of {source!r} has the integer {written} in column {column!r}, which a double "
+                            f"row {row} of {source!r} has the number {written} in column {column!r}, which a double "
                             "cannot hold and libarrow would round: read the file with a type of your choice for that "
                             "column, such as decimal128(38, 0) or string, and publish the table",
-                            "an integer is too large",
+                            "a number is too large",
                         )
                 is_examined = isinstance(source, str)  # of an open file, only as much as was read
             yield batch
 
 
 def _is_inexact(column: pa.Array) -> bool:
-    """Return whether the doubles of a column, or nested in it, are so large that integers among them were rounded."""
+    """Return whether doubles of a column, or nested in it, are so large that digits before the point may be lost."""
     if pa.types.is_float64(column.type):
         largest = pc.max(pc.abs(column)).as_py()
         return largest is not None and largest >= _EXACT
@@ -246,34 +235,38 @@ def _is_inexact(column: pa.Array) -> bool:
 
 
 def _is_kept(written: str) -> bool:
-    """Return whether a double holds this integer, or has it as its shortest text, as which programs write doubles."""
-    return Decimal(written) in (Decimal(float(written)), Decimal(repr(float(written))))
+    """Return whether a double holds all digits before the point of this number.
+
+    Programs write the shortest text of a double, which can differ from its exact value.
+    """
+    number, double = Decimal(written), float(written)
+    return abs(number) < _EXACT or number in (Decimal(double), Decimal(repr(double)))
 
 
-def _integers(source: Any, format: str, schema: pa.Schema) -> Iterator[tuple[int, str, str]]:
-    """Read a text again, and yield the long integers in columns of doubles: the row, the column, and the digits."""
+def _long_numbers(source: Any, format: str, schema: pa.Schema) -> Iterator[tuple[int, str, str]]:
+    """Read a text again, and yield long numbers in columns of doubles: the row, the column, and the digits."""
     if isinstance(source, _WatchedText):
-        if source.has_long_integers:
+        if source.has_long_numbers:
             raise SourceError(
-                "the text has numbers with decimals and integers of 16 digits or more, which a double may round: "
+                "the text has numbers with 16 digits or more before the point, which a double may round: "
                 "write the text to a file and publish that, since it has to be read twice"
             )
         return
     if format == "csv":
-        yield from _csv_integers(source, schema)
+        yield from _csv_numbers(source, schema)
         return
     for row, line in _json_lines(source):
-        for column, value in _json_integers(line, pa.struct(schema), ()):
+        for column, value in _json_numbers(line, pa.struct(schema), ()):
             yield row, ".".join(column), str(value)
 
 
-def _csv_integers(path: str, schema: pa.Schema) -> Iterator[tuple[int, str, str]]:
+def _csv_numbers(path: str, schema: pa.Schema) -> Iterator[tuple[int, str, str]]:
     doubles = [field.name for field in schema if pa.types.is_float64(field.type)]
     row = 2  # the first is the header
     for batch in _open_csv(path, column_types=dict.fromkeys(doubles, pa.string())):
         for name, column in zip(schema.names, batch.columns, strict=True):
             if name in doubles:
-                is_long = pc.match_substring_regex(column, r"^\s*[+-]?[0-9]{16,}\s*$").fill_null(False)
+                is_long = pc.match_substring_regex(column, r"^\s*[+-]?[0-9]{16,}(\.[0-9]*)?\s*$").fill_null(False)
                 for index in pc.indices_nonzero(is_long).to_pylist():
                     yield row + index, name, column[index].as_py().strip()
         row += batch.num_rows
@@ -285,53 +278,42 @@ def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                    yield number, json.loads(text, parse_float=_number)
                 except UnicodeDecodeError:
                     raise SourceError(f"row {number} is not UTF-8") from None
                 except ValueError as error:
                     raise SourceError(f"row {number} is not valid JSON: {getattr(error, 'msg', error)}") from None
 
 
-def _json_integers(value: Any, type_: pa.DataType, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield the integers in columns of doubles, with the names of their columns and fields."""
-    if pa.types.is_float64(type_) and type(value) is int:
+def _json_numbers(
+    value: Any, type_: pa.DataType, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], int | Decimal]]:
+    """Yield the numbers without exponent in columns of doubles, with the names of their columns and fields."""
+    if pa.types.is_float64(type_) and type(value) in (int, Decimal):
         yield path, value
     elif pa.types.is_struct(type_) and isinstance(value, dict):
         for field in type_.fields:
-            yield from _json_integers(value.get(field.name), field.type, (*path, field.name))
+            yield from _json_numbers(value.get(field.name), field.type, (*path, field.name))
     elif pa.types.is_list(type_) and isinstance(value, list):
         for element in value:
-            yield from _json_integers(element, type_.value_type, path)
+            yield from _json_numbers(element, type_.value_type, path)
 
 
-class _CsvBlocks(Readable):
-    """CSV of which no read ends within CR LF.
-
-    libarrow parses each read as a block. If a block ends with CR, it drops an LF at the beginning of the next block,
-    even within a quoted value.
-    """
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-        self._following = b""  # bytes that were read already and belong to the next block
-
-    def read(self, size: int) -> bytes:
-        text: bytes = self._following + self._source.read(size - len(self._following))
-        self._following = self._source.read(1) if text.endswith(b"\r") else b""
-        if self._following == b"\n" and len(text) > 1:
-            text, self._following = text[:-1], b"\r\n"
-        return text
+def _number(written: str) -> float | Decimal:
+    """Return the exact value of a number of JSON, or a double if it has an exponent."""
+    return float(written) if "e" in written.lower() else Decimal(written)
 
 
 class _WatchedText(io.RawIOBase):
-    """A text that can be read only once. It is searched for integers of so many digits that doubles round them."""
+    """A text that can be read only once. It is searched for numbers of so many digits that doubles round them."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
         self._unread = b""  # bytes that were only peeked at
-        self._before = b""  # an integer can begin in one piece and end in the next
-        #: Whether there may have been such integers so far.
-        self.has_long_integers = False
+        self._before = b""  # a number can begin in one piece and end in the next
+        #: Whether there may have been such numbers so far.
+        self.has_long_numbers = False
 
     def peek(self, size: int) -> bytes:
         """Return the next `size` bytes, or all that remain if there are fewer, which are read later."""
@@ -347,10 +329,10 @@ class _WatchedText(io.RawIOBase):
             return self.readall()
         text = self.peek(size)
         self._unread = self._unread[size:]
-        if not self.has_long_integers:
+        if not self.has_long_numbers:
             searched = self._before + text
             is_suspect = b"0" * 16 in searched.translate(_ALL_DIGITS_AS_0)  # ten times as fast as the expression
-            self.has_long_integers = is_suspect and _LONG_INTEGER.search(searched) is not None
+            self.has_long_numbers = is_suspect and _LONG_NUMBER.search(searched) is not None
             self._before = searched[-64:]
         return text
 
