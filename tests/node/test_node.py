@@ -42,7 +42,7 @@ from support.nodes import (
     staged,
     table,
 )
-from support.processes import HEARTBEAT, Fork, Process, Start, free_port
+from support.processes import HEARTBEAT, Fork, Process, Start, free_port, run_script
 
 # A single node
 
@@ -360,6 +360,25 @@ def test_a_node_whose_starter_was_killed_runs_on(memory: Path) -> None:
             assert node.wait(PATIENCE) == 0
         finally:
             node.kill()
+
+
+MANY_DESCRIPTORS = """
+import os, resource, sys
+from dissociated.node.launch import ensure
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+print(ensure(sys.argv[1]).pid)
+for descriptor in opened:
+    os.close(descriptor)
+"""
+
+
+@pytest.mark.usefixtures("forked_nodes")
+def test_a_node_is_started_by_a_process_with_more_than_1024_descriptors(memory: Path) -> None:
+    started = run_script(MANY_DESCRIPTORS, memory / "store")
+    assert int(started.stdout) != os.getpid(), started.stderr
+    os.kill(int(started.stdout), signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("forked_nodes")

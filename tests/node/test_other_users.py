@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -144,6 +145,29 @@ def test_everything_that_servers_write_is_closed_to_others(memory: Path, start: 
         os.kill(own.pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(own.pid, 0)
+
+
+STOP = """
+import os, sys
+from dissociated.cli import main
+import dissociated.cli.local, dissociated.monitoring.log
+os.setuid(65534)
+sys.exit(main(["stop", "--store", sys.argv[1]]))
+"""
+
+
+@pytest.mark.needs("root")
+@pytest.mark.usefixtures("forks")
+def test_stop_finds_no_node_if_its_id_belongs_to_another_users_process_now(common: Path) -> None:
+    """As after a reboot, with a store on disk."""
+    store = common / "store"
+    store.mkdir(mode=0o700)
+    (store / "node.json").write_text(json.dumps({"uri": "grpc+unix:///x.sock", "pid": os.getpid()}))
+    for path in (store / "node.json", store):
+        path.chmod(0o700)
+        os.chown(path, NOBODY, NOBODY)
+    ended = run_script(STOP, store)
+    assert (ended.returncode, ended.stdout) == (0, f"no node with the store {store} runs on this host\n")
 
 
 READ_EVERYTHING = """

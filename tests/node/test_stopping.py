@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.cli import main
+from dissociated.errors import StoreError
 from dissociated.monitoring.status import ServerStatus
+from dissociated.node.launch import NodeAddress, ensure
 from support.helpers import PATIENCE, wait_until
 from support.nodes import READER, kill, put, spawn
 from support.processes import Process, Start
@@ -104,6 +108,39 @@ def test_it_says_whom_it_waits_for(node: Process, log: Path, capsys: pytest.Capt
     (logged,) = [one for one in log.read_text().splitlines() if "stopping" in one]
     assert f'connection={number} peer="tcp client 127.0.0.1:' in logged
     assert 'dataset="big"' in logged
+
+
+@pytest.mark.usefixtures("forked_nodes")
+@pytest.mark.parametrize("in_background", [True, False])
+def test_the_next_node_waits_for_one_that_is_stopping(
+    memory: Path, start: Start, capsys: pytest.CaptureFixture[str], in_background: bool
+) -> None:
+    store = memory / "store"
+    options = ["--drain", "600", "--log-level", "info"]
+    if in_background:
+        first = ensure(store, options=options)
+    else:
+        first = NodeAddress((node := start("node", "--store", store, *options)).uri, node.pid)
+    put(first.uri, "big", numbers(BIG))
+    slow = spawn(SLOW, first.uri, "big")
+    os.kill(first.pid, signal.SIGTERM)
+    wait_until(lambda: not (store / "node.json").exists(), "it drains")
+    log = store / "node.log"
+    written = log.read_bytes() if in_background else b""
+    with pytest.raises(StoreError, match=rf"its node, process {first.pid}, is stopping, and waits for streams in"):
+        ensure(store, timeout=0.1)
+    assert main(["ls", "--store", str(store)]) == 1
+    assert f"Its node is stopping, and process {first.pid} waits for streams" in capsys.readouterr().err
+    assert main(["stop", "--store", str(store), "--timeout", "0.1s"]) == 1
+    assert f"process {first.pid} of the store {store} has not ended" in capsys.readouterr().err
+    assert log.exists() == in_background  # by which Spark knows the nodes that it may start
+    assert not in_background or log.read_bytes().startswith(written)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(ensure, store)
+        assert slow.communicate("\n", timeout=PATIENCE)[0] == f"{BIG}\n"
+        second = starting.result(PATIENCE)
+    assert second.pid != first.pid
+    os.kill(second.pid, signal.SIGKILL)
 
 
 def test_what_is_in_progress_at_the_deadline_is_cut_off(memory: Path, start: Start) -> None:

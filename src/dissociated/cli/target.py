@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dissociated.cli import access, text
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.errors import CatalogError, DissociatedError, OptionError, StoreError, UriError
-from dissociated.node.launch import ADDRESS_FILE, default_store, running
+from dissociated.node.launch import ADDRESS_FILE, default_store, running, stopping
 from dissociated.store.layout import SEGMENTS
 from dissociated.store.manifest import DAMAGE, decode_manifest, read_manifest
 
@@ -63,12 +63,15 @@ def find(arguments: argparse.Namespace) -> Target:
     if uri is None:
         store = arguments.store or default_store()
         if names := _stored_names(store):
-            # A node touches the directory while it runs, and removes its address when it stops.
-            last = text.local_time(store.stat().st_mtime)
-            how = "was last alive" if (store / ADDRESS_FILE).exists() else "was stopped"
+            if (pid := stopping(store)) is not None:
+                how = f"is stopping, and process {pid} waits for streams in progress"
+            else:
+                # A node touches the directory while it runs, and removes its address when it stops.
+                last = "was last alive" if (store / ADDRESS_FILE).exists() else "was stopped"
+                how = f"{last} at {text.local_time(store.stat().st_mtime)}"
             raise CatalogError(
                 f"no node serves the store {str(store)!r}, which holds {text.plural(len(names), 'dataset')}: "
-                f"{text.first_names(names)}. Its node {how} at {last}: "
+                f"{text.first_names(names)}. Its node {how}: "
                 f"dissociated start{'' if arguments.store is None else f' --store {store}'} serves them again"
             )
         raise CatalogError(

@@ -28,6 +28,8 @@ from dissociated.store.layout import NODE_LOG, START_LOCK, known_id, store_id
 STORE_VARIABLE = "DISSOCIATED_STORE"
 #: The file in a store that contains the address of its node.
 ADDRESS_FILE = "node.json"
+#: The name of that file while the node stops and waits for streams in progress, so that no client finds the node.
+STOPPING_FILE = "stopping.json"
 _ANSWER_TIMEOUT = 5.0  # seconds in which a running node must answer
 
 
@@ -39,14 +41,14 @@ class NodeAddress:
     pid: int
 
     @classmethod
-    def read(cls, store: int) -> Self:
-        """Read the address from the open directory of a store.
+    def read(cls, store: int, file: str = ADDRESS_FILE) -> Self:
+        """Read the address from a file in the open directory of a store.
 
         Raises:
             OSError: The file cannot be read, for example because no node ever ran.
             ValueError, TypeError: The file is damaged.
         """
-        return cls(**json.loads(read_private_file(ADDRESS_FILE, within=store)))
+        return cls(**json.loads(read_private_file(file, within=store)))
 
 
 def default_store() -> Path:
@@ -106,7 +108,9 @@ def ensure(
     """Return the node of the store in `directory`, and start one if none is running.
 
     A started node is a separate process, which continues when this process ends. If several processes call this at
-    once, they start one node. All arguments except `directory` and `timeout` apply only to a node that is started.
+    once, they start one node. If another process owns the store, such as a node that is stopping, this call waits until
+    that process has ended, or answers. All arguments except `directory` and `timeout` apply only to a node that is
+    started.
 
     Args:
         directory: The directory of the store; by default `default_store()`.
@@ -121,7 +125,8 @@ def ensure(
         The address of the node.
 
     Raises:
-        StoreError: No node answered in time. The message has the last line of the node's log.
+        StoreError: No node answered in time. The message has the last line of the node's log, or names the process that
+            owns the store.
 
     Example:
         ```python
@@ -146,8 +151,46 @@ def ensure(
         with store_errors(f"the store {store}"):
             known_id(opened, store)  # Raise for a directory that is not a store before anything is created there.
         with _start_lock(opened, store, deadline):
-            address = _running(opened, store)
-            return address if address is not None else _start(opened, store, arguments, deadline, starter)
+            while (address := _running(opened, store)) is None:
+                if (log := _open_log(opened, store)) is not None:
+                    with os.fdopen(log, "w") as output:
+                        return _start(opened, store, arguments, output, deadline, starter)
+                if time.monotonic() >= deadline:
+                    raise StoreError(f"no node could be started for {str(store)!r}: {_owner(store)}")
+                time.sleep(0.05)  # A lock of the kernel has no timeout, so poll.
+            return address
+
+
+def _open_log(opened: int, store: Path) -> int | None:
+    """Open an empty log for a node of a store that no process owns. Return None if another process owns the store."""
+    with store_errors(f"starting a node for {store}"):
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None  # The log belongs to that process, or, if a service has started it, must not exist.
+        with unlocking(opened):
+            return open_private_file(NODE_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, within=opened)
+
+
+def _owner(store: Path) -> str:
+    """Describe the process that owns a store, and does not answer as its node."""
+    try:
+        with NodeProcess(store) as process:
+            pid = process.address.pid
+            if process.is_stopping:
+                return f"its node, process {pid}, is stopping, and waits for streams in progress"
+            return f"its node, process {pid}, does not answer: dissociated stop --store {store}"
+    except (OSError, StoreError):
+        return "the store belongs to another process, which is still running"
+
+
+def stopping(directory: str | os.PathLike[str]) -> int | None:
+    """Return the process id of the store's node while it stops and waits for streams in progress, or None."""
+    try:
+        with NodeProcess(Path(directory)) as process:
+            return process.address.pid if process.is_stopping else None
+    except (OSError, StoreError):
+        return None
 
 
 @contextlib.contextmanager
@@ -171,24 +214,24 @@ def _start_lock(opened: int, store: Path, deadline: float) -> Iterator[None]:
             yield
 
 
-def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, starter: int | None) -> NodeAddress:
+def _start(
+    opened: int, store: Path, arguments: Sequence[str], output: IO[str], deadline: float, starter: int | None
+) -> NodeAddress:
     if starter is not None:
         arguments = [*arguments, "--starter-fd", str(starter)]
     read, write = os.pipe()
     with os.fdopen(read) as pipe:
         try:
-            log = open_private_file(NODE_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, within=opened)
-            with os.fdopen(log, "w") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "dissociated", "node", *arguments, "--ready-fd", str(write)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=(write,) if starter is None else (write, starter),
-                    start_new_session=True,
-                    cwd="/",
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                )
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dissociated", "node", *arguments, "--ready-fd", str(write)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(write,) if starter is None else (write, starter),
+                start_new_session=True,
+                cwd="/",
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
         finally:
             os.close(write)
         # The node may end long before this process, of which it would then be a zombie.
@@ -207,12 +250,18 @@ def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, 
 
 
 def _line(pipe: IO[str], deadline: float) -> str:
-    readable, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-    return pipe.readline() if readable else ""
+    return pipe.readline() if _is_readable(pipe.fileno(), deadline - time.monotonic()) else ""
+
+
+def _is_readable(descriptor: int, timeout: float) -> bool:
+    """Return whether the descriptor becomes readable within `timeout` seconds."""
+    poll = select.poll()  # `select.select` refuses descriptors above 1,023.
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout) * 1000))
 
 
 class NodeProcess:
-    """The process of the node that owns the store in `directory`, for a `with` block.
+    """The process of the node that owns the store in `directory`, also if it is stopping, for a `with` block.
 
     Raises:
         ProcessLookupError: No such process can be seen from here.
@@ -223,7 +272,12 @@ class NodeProcess:
     def __init__(self, directory: Path) -> None:
         self.store = directory.absolute()
         with owned(open_private_directory(directory)) as opened:
-            self.address = _address(opened)
+            #: Whether the node accepts no new connections, and waits for streams in progress.
+            self.is_stopping = False
+            try:
+                self.address = _address(opened, ADDRESS_FILE)
+            except ProcessLookupError:
+                self.address, self.is_stopping = _address(opened, STOPPING_FILE), True
             # The process cannot be replaced by another one with the same id once it is open.
             self._descriptor = os.pidfd_open(self.address.pid)
             try:
@@ -241,9 +295,7 @@ class NodeProcess:
 
     def wait(self, timeout: float) -> bool:
         """Return whether the process ends within `timeout` seconds."""
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        return bool(poll.poll(timeout * 1000))
+        return _is_readable(self._descriptor, timeout)
 
     def __enter__(self) -> NodeProcess:
         return self
@@ -258,18 +310,22 @@ def log_file(store: Path) -> Path | None:
     return log if log.exists() else None
 
 
-def _address(store: int) -> NodeAddress:
+def _address(store: int, file: str) -> NodeAddress:
     try:
-        return NodeAddress.read(store)
+        return NodeAddress.read(store, file)
     except FileNotFoundError:
         raise ProcessLookupError from None
     except (ValueError, TypeError):
-        raise StoreError(f"the file {ADDRESS_FILE} in the store is damaged, and gives no address") from None
+        raise StoreError(f"the file {file} in the store is damaged, and gives no address") from None
 
 
 def _has_open(pid: int, directory: os.stat_result) -> bool:
     """Return whether the process `pid` has this directory open, as the owner of a store does."""
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+    try:
+        descriptors = [*Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return False  # The process has ended, or belongs to another user.
+    for descriptor in descriptors:
         try:
             status = descriptor.stat()
         except OSError:

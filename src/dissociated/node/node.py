@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from dissociated.catalog.upstream import HEARTBEAT_INTERVAL
 from dissociated.control.access import Security
 from dissociated.control.catalog_uri import UNIX_SCHEME, is_unix, is_usable, socket_path, unix_uri
 from dissociated.monitoring.status import ConsumerStatus
-from dissociated.node.launch import ADDRESS_FILE, NodeAddress
+from dissociated.node.launch import ADDRESS_FILE, STOPPING_FILE, NodeAddress
 from dissociated.server.options import ServerOptions
 from dissociated.server.server import Server
 from dissociated.store.handover import HandoverListener
@@ -200,7 +200,8 @@ class Node(ProcessBound):
             Whether all streams ended in time.
         """
         self.check_process()
-        (self.store.directory / ADDRESS_FILE).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            (self.store.directory / ADDRESS_FILE).rename(self.store.directory / STOPPING_FILE)
 
         def log_and_tell(waited: Sequence[ConsumerStatus]) -> None:
             for consumer in waited:
@@ -220,7 +221,8 @@ class Node(ProcessBound):
         if self._closed:
             return  # The address file may belong to another node by now.
         self._closed = True
-        (self.store.directory / ADDRESS_FILE).unlink(missing_ok=True)
+        for file in (ADDRESS_FILE, STOPPING_FILE):
+            (self.store.directory / file).unlink(missing_ok=True)
         self._handover.close()
         self.server.close()
 
