@@ -825,6 +825,16 @@ def test_put_takes_what_get_writes(catalog: str, tmp_path: Path) -> None:
         assert call("drop", name).returncode == 0
 
 
+def test_csv_goes_through_put_and_get_unchanged(catalog: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.csv"
+    for written in ('"s","f","d"\n"NA",nan,2024-01-31\n"",,\n,1.5,\n"null",inf,\n', '"s"\n"NA"\n\n""\n\n'):
+        assert call("put", "-", f"{catalog}/words", "-f", "csv", given=written.encode()).returncode == 0
+        assert call("get", f"{catalog}/words", "-o", path).returncode == 0
+        assert path.read_text() == written
+        path.unlink()
+    assert call("drop", f"{catalog}/words").returncode == 0
+
+
 def test_put_keeps_texts_that_look_like_times(catalog: str) -> None:
     """libarrow would convert them to timestamps without their zone."""
     line = '{"a": "2013-01-01T10:00:00Z", "b": [{"c": "2013-01-01"}]}\n'

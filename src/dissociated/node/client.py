@@ -31,8 +31,9 @@ def connect(
 
     Without a URI, this is the catalog in the environment variable DISSOCIATED_CATALOG, or else the catalog of this
     user's node on this host. The node is started if it is not running. `dissociated status` and `dissociated stop` find
-    the same node. A node that was started ends with this process, unless something was published at it, or another
-    client has called it.
+    the same node. A node that was started ends with the process that started it, unless something was published at it,
+    or another client is connected. So a client of that node that was never called may find the node gone. Its first
+    call then raises CatalogUnreachable, and `connect` starts the node again.
 
     Args:
         catalog_uri: grpc://HOST:PORT, grpc+tls://HOST:PORT for TLS, or grpc+unix:///DIR/FILE.sock; or None.

@@ -316,7 +316,7 @@ def _address(store: int, file: str) -> NodeAddress:
     except FileNotFoundError:
         raise ProcessLookupError from None
     except (ValueError, TypeError):
-        raise StoreError(f"the file {file} in the store is damaged, and gives no address") from None
+        raise StoreError(f"the file {file!r} in the store is damaged, and gives no address") from None
 
 
 def _has_open(pid: int, directory: os.stat_result) -> bool:
