@@ -250,7 +250,7 @@ def test_csv_keeps_each_text_null_and_nan(client: dis.Client, tmp_path: Path, co
 
 @pytest.mark.parametrize("begin", ["a\n", '\ufeff"q\n"\n', "x" * (1 << 18) + "\n", ('"' * 100 + "\n") * 2_700])
 def test_csv_that_ends_within_quotes_is_refused(tmp_path: Path, begin: str) -> None:
-    """The quotes before the last value can be outside of the last quarter of a megabyte, which is searched at first."""
+    """The quotes that decide can be outside of the last quarter of a megabyte, which is searched at first."""
     path = tmp_path / "rows.csv"
     ends: dict[str, bool] = {
         '"': True,
@@ -266,6 +266,8 @@ def test_csv_that_ends_within_quotes_is_refused(tmp_path: Path, begin: str) -> N
         '"a\n"\n': False,
         '"\n"\n': False,
         '"a\n"\r\n""': False,
+        '"a\n"\n"b,"\n': False,
+        '"a\n"\n"b,"\n"c,': True,
     }
     for end, is_open in ends.items():
         path.write_text(text := begin + end, newline="")

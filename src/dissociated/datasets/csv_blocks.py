@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 import pyarrow as pa
@@ -14,10 +13,6 @@ from dissociated.errors import SourceError
 BLOCK_SIZE = 16 << 20  # bytes of text; the types of the columns are inferred from the first block
 _TAIL_SIZE = 1 << 18  # bytes at the end of a file that are searched at once
 _UTF_8_MARK = b"\xef\xbb\xbf"
-#: A value that begins with a quote. The group is empty if it does not end.
-_QUOTED = re.compile(rb'[,\r\n]"[^"]*(?:""[^"]*)*("?)')
-#: An odd number of quotes, and the byte before them.
-_ODD_QUOTES = re.compile(rb'([^"])"(?:"")*(?!")')
 
 
 def csv_blocks(source: Any) -> Any:
@@ -37,10 +32,8 @@ def csv_blocks(source: Any) -> Any:
     file = pa.input_stream(source)
     if isinstance(file, pa.CompressedInputStream) or _splits_crlf(source):
         return _CsvBlocks(file)
-    if _may_end_quoted(source):
-        blocks = _CsvBlocks(pa.input_stream(source))
-        while blocks.read(BLOCK_SIZE):
-            pass
+    if _ends_quoted(source):
+        raise _incomplete()
     return file
 
 
@@ -51,23 +44,51 @@ def _splits_crlf(path: str) -> bool:
         return any(os.pread(file.fileno(), 2, start - 1) == b"\r\n" for start in starts)
 
 
-def _may_end_quoted(path: str) -> bool:
-    """Return whether the file may end within a quoted value, by its last odd number of successive quotes.
-
-    Within a value, quotes come in pairs. So if the last value does not end, these quotes are where it begins. A quote
-    that ends a value can look the same if the value itself ends with a comma or a line break.
-    """
+def _ends_quoted(path: str) -> bool:
+    """Return whether the file ends within a quoted value. Nearly always, its last few bytes show it."""
+    borders = 0
     with open(path, "rb") as file:
         end, quotes = os.fstat(file.fileno()).st_size, b""
         while end > 0:
-            start = max(0, end - _TAIL_SIZE)
+            start = end - _TAIL_SIZE if end > _TAIL_SIZE + len(_UTF_8_MARK) else 0
             text = os.pread(file.fileno(), end - start, start) + quotes
             if start == 0:
-                text = b"\n" + text
-            if before := _ODD_QUOTES.findall(text):
-                return before[-1] in b",\r\n" + _UTF_8_MARK
-            end, quotes = start, text[: len(text) - len(text.lstrip(b'"'))]
-    return False
+                text = b"\n" + text.removeprefix(_UTF_8_MARK)
+            searched = text.lstrip(b'"')  # more quotes may come before the first ones
+            more, is_whole = _borders(searched)
+            borders += more
+            if is_whole:
+                break
+            end, quotes = start, text[: len(text) - len(searched)]
+    return borders % 2 == 1
+
+
+def _borders(text: bytes) -> tuple[int, bool]:
+    """Count the quotes at the end of `text` that begin or end values, one after the other.
+
+    An even number of successive quotes is an empty value, or quotes within a value. An odd number ends a value, or
+    begins one after a comma or a line break. Elsewhere it may also be a part of a value that does not begin with a
+    quote. So after an odd number that does not come after a comma or a line break, no quoted value is open.
+
+    Args:
+        text: A part of the CSV that begins with another byte than a quote.
+
+    Returns:
+        The number of these quotes, and whether no quoted value is open before them.
+    """
+    text = text.replace(b'""', b"")
+    borders, at = 0, len(text)
+    while (at := text.rfind(b'"', 0, at)) > 0:
+        if text[at - 1] not in b",\r\n":
+            return borders, True
+        borders += 1
+    return borders, False
+
+
+def _incomplete() -> SourceError:
+    return SourceError.for_peer(
+        "the CSV ends within a quoted value, so it is incomplete: write it again, with the quote at its end"
+    )
 
 
 class _CsvBlocks(Readable):
@@ -88,10 +109,8 @@ class _CsvBlocks(Readable):
         if self._following == b"\n" and len(text) > 1:
             text, self._following = text[:-1], b"\r\n"
         self._quotes.follow(text)
-        if size and not text and self._quotes.is_open:
-            raise SourceError.for_peer(
-                "the CSV ends within a quoted value, so it is incomplete: write it again, with the quote at its end"
-            )
+        if size and not text and self._quotes.are_open():
+            raise _incomplete()
         return text
 
 
@@ -99,20 +118,18 @@ class _Quotes:
     """The quotes in a CSV text that is read piece by piece."""
 
     def __init__(self) -> None:
-        self._text = b""  # a short text that ends within a value if and only if the text so far does
+        self._is_open = False  # whether a quoted value is open before the last quotes
+        self._end = b""  # the last byte that is no quote, and the quotes after it
 
     def follow(self, text: bytes) -> None:
         """Follow the next piece of the text."""
-        text = self._text + text if self._text else b"\n" + text.removeprefix(_UTF_8_MARK)
-        pairless = text.rstrip(b'"')  # the last quote may be the first of a pair
-        self._text = (b',"' if _is_open(pairless) else pairless[-1:]) + text[len(pairless) :]
+        text = self._end + text if self._end else b"\n" + text.removeprefix(_UTF_8_MARK)
+        searched = text.rstrip(b'"')  # more quotes may follow the last ones
+        borders, is_whole = _borders(searched)
+        self._is_open = (self._is_open and not is_whole) ^ (borders % 2 == 1)
+        self._end = text[len(searched) - 1 :]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the text so far ends within a quoted value."""
-        return _is_open(self._text)
-
-
-def _is_open(text: bytes) -> bool:
-    ends = _QUOTED.findall(text) if b'"' in text else []
-    return bool(ends) and not ends[-1]
+    def are_open(self) -> bool:
+        """Return whether the text ends here within a quoted value."""
+        self.follow(b"\n")
+        return self._is_open
