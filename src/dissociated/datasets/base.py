@@ -57,6 +57,8 @@ class Dataset(ABC):
     filterable = True
     #: Whether the dataset is a stream of which nobody can read more. It is not listed, and a request gets the reason.
     exhausted = False
+    #: Whether batches that a reading leaves out are lost, because the source can be read only once.
+    loses_batches = False
 
     def __init__(self, name: str, schema: pa.Schema) -> None:
         """Raise SourceError if the name of a column is not UTF-8, which no client could read."""

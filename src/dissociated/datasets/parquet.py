@@ -108,7 +108,6 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
             would have the same name.
     """
     import pyarrow.dataset
-    import pyarrow.parquet
 
     files = [*_parquet_files(path)]
     if not files:
@@ -130,7 +129,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
 
     with source_errors(name):
         published = states()
-        _check_path_columns(path, files, pyarrow.parquet.read_schema(files[0]).names)
+        _check_path_columns(path, files)
         inspected = open_files()
         fragments = [*inspected.get_fragments()]
         common = fragments[0].physical_schema
@@ -164,16 +163,23 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
             raise SourceError(f"cannot publish {str(directory)!r}: {_DIRECTORY} ({entry.name!r} is not a Parquet file)")
 
 
-def _check_path_columns(directory: Path, files: Sequence[Path], columns: Sequence[str]) -> None:
+def _check_path_columns(directory: Path, files: Sequence[Path]) -> None:
     """Raise SourceError if a directory NAME=VALUE gives a file a column that it has already.
 
     pyarrow would take the value of the outermost directory.
     """
+    import pyarrow.parquet
+
+    columns: list[str] | None = None
     for file in files:
-        names = [*columns]
+        names: list[str] = []
         for part in file.relative_to(directory).parent.parts:
+            if "=" not in part:
+                continue
+            if columns is None:
+                columns = pyarrow.parquet.read_schema(files[0]).names
             name = unquote(part.partition("=")[0])
-            if name in names:
+            if name in names or name in columns:
                 raise SourceError.for_peer(
                     f"{str(file)!r} has a column {name!r} already, and the directory {part!r} adds another one: rename "
                     "the directory, or give the files by name",

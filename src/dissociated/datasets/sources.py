@@ -325,7 +325,9 @@ def isolate_columns(whole: Dataset, columns: Sequence[str], is_gone: IsGone) -> 
         ColumnNotFound: `whole` lacks one of the columns.
     """
     reader = whole.select(Selection(tuple(columns))).open_reader_for(is_gone)
-    return SourceDataset(whole.name, lambda: reader, one_shot=True)
+    isolated = SourceDataset(whole.name, lambda: reader, one_shot=True)
+    isolated.loses_batches = whole.loses_batches
+    return isolated
 
 
 def _why_no_file(path: Path) -> str:

@@ -30,15 +30,13 @@ class StreamedDataset(Dataset):
 
     options: WriteOptions | None = None
     repeatable = False
-    #: Whether the source can be read only once.
-    one_shot = False
 
     def messages(self) -> Iterator[SplitMessage]:
         """Yield the messages of one reading, with packed bodies."""
         return split(self.open_reader(), self.options)
 
     def slice_batches(self, first: int, stop: int) -> Dataset:
-        if self.one_shot and (first > 0 or stop < sys.maxsize):
+        if self.loses_batches and (first > 0 or stop < sys.maxsize):
             raise ReadOnce(
                 f"{self.name!r} was published from a reader, which can be read once, so reading some of its batches "
                 "would lose the others: request all of the stream"
@@ -67,7 +65,7 @@ class SourceDataset(StreamedDataset):
         super().__init__(name, first.schema)
         self._first = first if one_shot else None
         self._open_reader = open_reader
-        self.one_shot = one_shot
+        self._one_shot = self.loses_batches = one_shot
         self.splits_streams = not one_shot
         self._lock = threading.Lock()
         self.options = options
@@ -81,10 +79,10 @@ class SourceDataset(StreamedDataset):
 
     @property
     def exhausted(self) -> bool:  # type: ignore[override]
-        return self.one_shot and self._first is None
+        return self._one_shot and self._first is None
 
     def open_reader(self) -> pa.RecordBatchReader:
-        if self.one_shot:
+        if self._one_shot:
             with self._lock:
                 reader, self._first = self._first, None
             if reader is not None:
@@ -113,7 +111,7 @@ class _SourceColumns(StreamedDataset):
     def __init__(self, whole: SourceDataset, indices: tuple[int, ...]) -> None:
         super().__init__(whole.name, select_fields(whole.schema, indices))
         self.options = whole.options
-        self.one_shot = whole.one_shot
+        self.loses_batches = whole.loses_batches
         self._whole = whole
         self._indices = indices
 
