@@ -46,6 +46,11 @@ def test_only_wanted_columns_and_rows_move(server: dis.Server, client: dis.Clien
     wait_until(lambda: 1_000 < server.status().totals.bytes - before < 10_000, "the bodies of ten rows were sent")
 
 
+def test_rows_count_also_without_columns(client: dis.Client, table: pa.Table) -> None:
+    frame = read_dissociated(client.dataset("rows"), partition_bytes=MIB)
+    assert frame.assign(one=1)["one"].sum().compute(scheduler="sync") == table.num_rows
+
+
 def test_workers_read_by_themselves(server: dis.Server, client: dis.Client, table: pa.Table) -> None:
     frame = read_dissociated(client.dataset("rows", transport="tcp"), partition_bytes=2 * MIB)
     assert len(pickle.dumps(frame.optimize())) < 100_000  # of 7 MB

@@ -11,6 +11,7 @@ import select
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -416,7 +417,7 @@ def test_structs_keep_fields_of_the_same_name() -> None:
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_times_that_would_be_written_as_others_are_refused(kind: str) -> None:
-    """libarrow writes "<value out of range: ...>", and the zone +0053 for Berlin's mean time of +00:53:28."""
+    """libarrow writes "<value out of range: ...>", or another year with a zone, and +0053 for Berlin's +00:53:28."""
     old, berlin = -3 * 10**9, "Europe/Berlin"
     last = pa.scalar(datetime(9999, 12, 31), pa.timestamp("s"))
     unused = pa.DictionaryArray.from_arrays([0, None], pa.array([0, 2**62]).cast(pa.timestamp("s")))
@@ -426,6 +427,8 @@ def test_times_that_would_be_written_as_others_are_refused(kind: str) -> None:
         pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32()),
         pa.array([0, old * 1000]).cast(pa.timestamp("ms", berlin)),
         pa.array([0, old]).cast(pa.timestamp("s", berlin)).dictionary_encode(),
+        pa.array([0, 2 * 10**12]).cast(pa.timestamp("s", "UTC")),
+        pa.array([0, 971_890_963_200]).cast(pa.timestamp("s", "+02:00")),
     ]
     if kind == "jsonl":
         moments = pa.array([0, old]).cast(pa.timestamp("s", berlin))
@@ -490,6 +493,22 @@ def test_get_keeps_the_permissions_of_a_file(catalog: str, tmp_path: Path) -> No
         after = out.stat()
         assert out.read_text().count("\n") == 1001
         assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+
+
+def test_get_gives_a_group_no_permissions_of_an_access_control_list(catalog: str, tmp_path: Path) -> None:
+    """With a list, the permissions of the group in the mode are the most that any user in the list may have."""
+    out = tmp_path / "out.csv"
+    out.touch(0o600)
+    entries = [(1, 6, -1), (2, 6, 12345), (4, 0, -1), (16, 6, -1), (32, 0, -1)]  # owner, a user, group, mask, others
+    try:
+        os.setxattr(
+            out, "system.posix_acl_access", b"\2\0\0\0" + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+        )
+    except OSError as error:
+        pytest.skip(f"the file system has no access control lists: {error}")
+    assert out.stat().st_mode & 0o777 == 0o660
+    assert call("get", f"{catalog}/planes", "-o", out).returncode == 0
+    assert out.stat().st_mode & 0o777 == 0o600
 
 
 def test_get_to_standard_output(catalog: str, tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ def test_several_results_are_refused_by_formats_that_hold_one(client: dis.Client
         assert f"the format {kind} holds one result" in told.stderr
     assert call("sql", script, "-f", "jsonl", "--catalog", client.uri).stdout == '{"a": 1}\n{"b": 2}\n'
     assert call("sql", script, "--catalog", client.uri).stdout == "a\n1\nb\n2\n"
+    setting = "SET threads = 1; LOAD json; SELECT 1 AS a; USE memory"
+    assert call("sql", setting, "-f", "csv", "--catalog", client.uri).stdout == '"a"\n1\n'
     assert call("sql", f"CREATE TABLE t AS {script}", "-f", "csv", "--catalog", client.uri).stdout == '"b"\n2\n'
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import subprocess
 import sys
 import termios
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +18,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.cli import main
-from support.helpers import wait_until
+from support.helpers import PATIENCE, wait_until
+from support.processes import Fork
 
 from .shell import call
 
@@ -45,6 +48,11 @@ def encoded(kind: str) -> bytes:
     return sink.getvalue()
 
 
+def waiting(pipe: int) -> int:
+    """Return the number of bytes that wait in a pipe."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 def given_slowly(content: bytes, first: int, *arguments: str) -> str:
     """Run a command whose standard input is a non-blocking pipe, in which the first bytes come alone.
 
@@ -56,7 +64,7 @@ def given_slowly(content: bytes, first: int, *arguments: str) -> str:
     def feed() -> None:
         for piece in (content[:first], content[first:]):
             os.write(write, piece)
-            wait_until(lambda: not any(fcntl.ioctl(read, termios.FIONREAD, bytes(4))), "the piece was read")
+            wait_until(lambda: waiting(read) == 0, "the piece was read")
         os.close(write)
 
     feeder = threading.Thread(target=feed)
@@ -108,3 +116,29 @@ def test_characters_that_the_standard_output_lacks_are_escaped(
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
     assert main(["cat", f"{client.uri}/prices"]) == 0
     assert written.getvalue().decode("latin-1") == "é\n\\u20ac\n"
+
+
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("kind", ["arrows", "csv", "jsonl", "table"])
+def test_a_command_waits_while_its_pipe_is_full(kind: str) -> None:
+    """Another process can have made the pipe non-blocking."""
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish("data", pa.table({"n": ["x" * 100_000] * 4}))
+        arguments = ("cat", f"{server.catalog_uri}/data", "-f", kind)
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        with open(read, "rb") as output, Fork("-m", "dissociated", *arguments, stdout=write) as process:
+            os.close(write)
+            wait_until(lambda: waiting(read) > 14 * 4096, "the pipe is full")
+            content = output.read()
+            assert process.wait(PATIENCE) == 0
+        assert content.count(b"x" * 100_000) == 4
+
+
+def test_a_closed_standard_error_changes_nothing_else(client: dis.Client, tmp_path: Path) -> None:
+    for name, status in (("numbers", 0), ("nothing", 1)):
+        arguments = ["get", f"{client.uri}/{name}", "-o", str(tmp_path / "out.arrows")]
+        command = ["sh", "-c", '"$0" -m dissociated "$@" 2>&-', sys.executable, *arguments]
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE)
+        assert (done.returncode, done.stdout) == (status, b"")
+    assert pa.ipc.open_stream(tmp_path / "out.arrows").read_all() == TABLE

@@ -90,6 +90,8 @@ def _check(schema: pa.Schema) -> None:
 def _frame(table: pa.Table) -> pd.DataFrame:
     import pandas as pd
 
-    plain = pa.schema([(field.name, _VALUES_OF_VIEWS.get(field.type, field.type)) for field in table.schema])
+    for at, column in enumerate(table.columns):
+        if column.type in _VALUES_OF_VIEWS:
+            table = table.set_column(at, table.field(at).name, column.cast(_VALUES_OF_VIEWS[column.type]))
     # The metadata of pandas names columns of the index, which a plan may leave out, and Dask expects no other index.
-    return table.cast(plain).to_pandas(types_mapper=pd.ArrowDtype, ignore_metadata=True)
+    return table.to_pandas(types_mapper=pd.ArrowDtype, ignore_metadata=True)

@@ -112,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
+    if sys.stderr is None:  # closed; and no file that is opened later gets its descriptor
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         if sys.stdout is None:
             raise _CommandError("the standard output is closed: redirect it, for example to /dev/null")

@@ -65,7 +65,8 @@ def atomic_file(path: Path) -> Iterator[Any]:
 def _keep_access(descriptor: int, path: Path) -> None:
     """Give a new file the owner, the group and the permissions of the file at `path`, if there is one.
 
-    If this process may not change the group, the permissions of the group are left out.
+    If this process may not change the group, or an access control list has further permissions, the permissions of the
+    group are left out.
     """
     try:
         replaced = path.stat()
@@ -77,6 +78,9 @@ def _keep_access(descriptor: int, path: Path) -> None:
         os.fchown(descriptor, -1, replaced.st_gid)
     except OSError:
         mode &= ~0o070
+    with suppress(OSError):  # of a file system without such lists
+        os.getxattr(path, "system.posix_acl_access")
+        mode &= ~0o070  # they were those of any user in the list
     with suppress(OSError):  # Then the file belongs to this user, who has the data anyway.
         os.fchown(descriptor, replaced.st_uid, -1)
     os.fchmod(descriptor, mode)

@@ -153,7 +153,7 @@ def add_sql(parser: argparse.ArgumentParser) -> None:
 
 def _run_sql(arguments: argparse.Namespace) -> None:
     """Run the query, and print its result."""
-    from dissociated.client.sql import SqlSession  # on first use: duckdb is slow to import
+    from dissociated.client.sql import SqlSession, is_query  # on first use: duckdb is slow to import
 
     if arguments.query == "-" and not streams.has_input():
         raise OptionError('no query is given: dissociated sql "SELECT ...", or a query on the standard input')
@@ -171,16 +171,21 @@ def _run_sql(arguments: argparse.Namespace) -> None:
     with access.client(catalog, arguments) as client, SqlSession(client, _ADVICE) as session:
         statements = session.parse(query, returns_rows=into is not None)
         file_format = FILE_FORMATS[arguments.format or "table"]
+        queries = [statement for statement in statements if is_query(statement)]
+        if len(queries) > 1 and not file_format.holds_several:
+            raise OptionError(
+                f"the format {arguments.format} holds one result, and {len(queries)} statements return rows: use "
+                "another format, table or jsonl"
+            )
         for statement in statements:
             answer = session.run(statement)
             if answer is None:
                 continue
             is_last = statement is statements[-1]
-            if not (is_last or file_format.holds_several):
-                raise OptionError(
-                    f"the format {arguments.format} holds one result: let only the last statement return rows, or use "
-                    "another format, table or jsonl"
-                )
+            if not (statement in queries or file_format.holds_several):
+                for _ in answer:  # the word Success, or a number of rows
+                    pass
+                continue
             if into is not None and is_last:
                 _publish(answer, into, arguments)
             else:

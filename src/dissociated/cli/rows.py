@@ -16,6 +16,8 @@ _CHUNK_ROWS = 1000  # rows of a chunk, from which the widths of the columns are 
 _MAX_WIDTH = 40  # columns of a terminal that a value may take
 _GAP = "  "
 _MORE = "…"
+#: Seconds since 1970 that libarrow has a text for in every zone: the years from -32,766 to 32,766, and a margin.
+_FIRST_ZONED, _LAST_ZONED = -1_096_193_000_000, 971_890_000_000
 _UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # units of a timestamp in a second
 
 
@@ -164,10 +166,11 @@ def has_inexact_times(column: pa.Array) -> bool:
     if not (types.is_date(of) or types.is_timestamp(of)):
         return False
     ends = pc.min_max(column)
-    if any(ends[end].cast(pa.string()).as_py().startswith("<") for end in ("min", "max")):  # <value out of range: ...>
-        return True
+    first, last = ends["min"], ends["max"]
     if types.is_date(of) or of.tz is None:
-        return False
+        return any(end.cast(pa.string()).as_py().startswith("<") for end in (first, last))  # <value out of range: ...>
+    if first.value < _FIRST_ZONED * _UNITS[of.unit] or last.value > _LAST_ZONED * _UNITS[of.unit]:
+        return True  # it would print another year
     offsets = pc.subtract(pc.local_timestamp(column).view(pa.int64()), column.view(pa.int64())).drop_null().to_numpy()
     return bool((offsets % (60 * _UNITS[of.unit])).any())
 

@@ -20,7 +20,7 @@ def has_input() -> bool:
 def open_stdin() -> io.BufferedReader:
     """Open the standard input. `peek` returns at least 4 bytes, if the input has so many."""
     raw: Any = sys.stdin.buffer
-    return io.BufferedReader(_Input(getattr(raw, "raw", raw)))
+    return io.BufferedReader(_Input(_raw(raw)))
 
 
 class _Input(io.RawIOBase):
@@ -50,16 +50,38 @@ class _Input(io.RawIOBase):
         return size
 
 
-def complete_stdout(stdout: TextIO) -> TextIO:
-    """Return the standard output such that it writes all that it is given, and escapes characters that it lacks.
+class _Output(io.FileIO):
+    """A raw output that writes all bytes, and waits for a pipe that another process has made non-blocking.
 
-    With PYTHONUNBUFFERED, Python drops the rest of a partial write.
+    A write can be partial if the process is stopped meanwhile. With PYTHONUNBUFFERED, Python then drops the rest.
     """
+
+    def write(self, data: Buffer, /) -> int:
+        with memoryview(data).cast("B") as view:
+            done = 0
+            while done < len(view):
+                count = super().write(view[done:])
+                if count is None:
+                    poll = select.poll()
+                    poll.register(self.fileno(), select.POLLOUT)
+                    poll.poll()
+                done += count or 0
+            return done
+
+
+def complete_stdout(stdout: TextIO) -> TextIO:
+    """Return the standard output such that it writes all that it is given, and escapes characters that it lacks."""
     if not isinstance(stdout, io.TextIOWrapper):
         return stdout  # not of a process: a notebook, for example
-    if isinstance(stdout.buffer, io.RawIOBase):
-        return open(
-            stdout.fileno(), "w", buffering=1, encoding=stdout.encoding, errors="backslashreplace", closefd=False
-        )
-    stdout.reconfigure(errors="backslashreplace")
-    return stdout
+    if not isinstance(_raw(stdout.buffer), io.FileIO):
+        stdout.reconfigure(errors="backslashreplace")
+        return stdout
+    stdout.flush()
+    raw = _Output(stdout.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), stdout.encoding, "backslashreplace", line_buffering=stdout.line_buffering
+    )
+
+
+def _raw(buffer: Any) -> Any:
+    return getattr(buffer, "raw", buffer)

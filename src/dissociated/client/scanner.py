@@ -25,7 +25,7 @@ from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import ColumnNotFound, OptionError
 from dissociated.memory.device.base import Device
 
-_COMPUTED_ROWS = 1 << 15  # most rows for which expressions are computed at once; libarrow cuts larger batches to these
+_COMPUTED_ROWS = 1 << 18  # most rows for which expressions are computed at once
 
 
 class Scanner:

@@ -53,7 +53,7 @@ _TABLES = "SELECT table_name FROM duckdb_tables() UNION SELECT view_name FROM du
 #: Kinds of statements that change tables, and kinds after which there are tables that they can change.
 _CHANGING = {"INSERT", "UPDATE", "DELETE", "DROP", "ALTER", "MERGE_INTO"}
 _PREPARING = {"CREATE", "ATTACH"}
-#: Kinds of statements that return rows. MULTI is a PIVOT, which DuckDB runs in several steps.
+#: Kinds of statements that return rows of datasets. MULTI is a PIVOT, which DuckDB runs in several steps.
 _QUERIES = {"SELECT", "EXPLAIN", "MULTI"}
 _LONG = 1 << 20  # least number of rows of a dataset for which a query is tried with its handle
 _MAX_READ = 0.25  # largest fraction of the batches that a scan of a handle may need
@@ -61,6 +61,12 @@ _MAX_REFUSED = 1_000  # most statements that are remembered for a version
 _MAX_KEPT_LENGTH = 1 << 14  # characters of a query that is kept
 #: The digests of the statements that were refused, as long as a version is kept. The statements may be long.
 _refused_statements: weakref.WeakKeyDictionary[MappedVersion, set[bytes]] = weakref.WeakKeyDictionary()
+
+
+def is_query(statement: duckdb.Statement) -> bool:
+    """Return whether a statement returns rows: others answer with the word Success or a number of rows."""
+    results = [result.name for result in statement.expected_result_type]
+    return statement.type.name in _QUERIES or results == ["QUERY_RESULT"]
 
 
 class SqlSession:
