@@ -58,15 +58,15 @@ class _Output(io.FileIO):
 
     def write(self, data: Buffer, /) -> int:
         with memoryview(data).cast("B") as view:
-            done = 0
-            while done < len(view):
-                count = super().write(view[done:])
+            size = 0
+            while size < len(view):
+                count = super().write(view[size:])
                 if count is None:
                     poll = select.poll()
                     poll.register(self.fileno(), select.POLLOUT)
                     poll.poll()
-                done += count or 0
-            return done
+                size += count or 0
+            return size
 
 
 def complete_stdout(stdout: TextIO) -> TextIO:
@@ -78,9 +78,8 @@ def complete_stdout(stdout: TextIO) -> TextIO:
         return stdout
     stdout.flush()
     raw = _Output(stdout.fileno(), "w", closefd=False)
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw), stdout.encoding, "backslashreplace", line_buffering=stdout.line_buffering
-    )
+    by_line = stdout.line_buffering or stdout.write_through
+    return io.TextIOWrapper(io.BufferedWriter(raw), stdout.encoding, "backslashreplace", line_buffering=by_line)
 
 
 def _raw(buffer: Any) -> Any:
