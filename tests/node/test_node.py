@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,8 @@ import pytest
 import dissociated as dis
 from dissociated.control.commit import StagedSegment
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, NodeUnreachable, StoreError
-from dissociated.node.launch import NodeProcess, ensure, running
+from dissociated.node import launch
+from dissociated.node.launch import NodeAddress, NodeProcess, ensure, running
 from dissociated.node.node import Node
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
@@ -391,6 +393,51 @@ def test_a_node_that_cannot_start_says_why(memory: Path) -> None:
         StoreError, match=r"no node could be started for .*: dissociated: 'segments' is not a directory"
     ):
         ensure(memory / "store")
+
+
+@pytest.fixture
+def go(forked_nodes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a path that a node which the library starts in the background waits for."""
+    python, go = tmp_path / "python", tmp_path / "go"
+    python.write_text(f'#!/bin/sh\nuntil test -e {go}; do sleep 0.02; done\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    return go
+
+
+def test_a_node_that_a_service_starts_meanwhile_is_found(memory: Path, start: Start, go: Path) -> None:
+    store = memory / "store"
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(ensure, store)
+        wait_until((store / "node.log").exists, "nobody owns the store")
+        node = start("node", "--store", store)
+        go.touch()
+        assert starting.result(PATIENCE) == running(store)
+    assert running(store) == NodeAddress(node.uri, node.pid)
+    assert not (store / "node.log").exists()  # by which Spark knows the nodes that it may start
+
+
+def test_the_error_of_a_node_is_told_although_a_service_has_removed_the_log(
+    memory: Path, start: Start, go: Path
+) -> None:
+    store = memory / "store"
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(ensure, store)
+        wait_until((store / "node.log").exists, "nobody owns the store")
+        assert start("node", "--store", store).terminate() == 0
+        (store / "segments").rmdir()
+        (store / "segments").touch()
+        go.touch()
+        with pytest.raises(StoreError, match=r"no node could be started for .*: 'segments' is not a directory"):
+            starting.result(PATIENCE)
+
+
+def test_a_store_of_a_process_that_is_no_node_is_refused_soon(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ADDRESS_TIMEOUT", 0.1)
+    began = time.monotonic()
+    with Store(memory / "store"), pytest.raises(StoreError, match=r"for .*: the store belongs to another process"):
+        ensure(memory / "store", timeout=2 * PATIENCE)
+    assert time.monotonic() - began < PATIENCE
 
 
 # A catalog and its nodes

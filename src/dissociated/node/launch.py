@@ -31,6 +31,8 @@ ADDRESS_FILE = "node.json"
 #: The name of that file while the node stops and waits for streams in progress, so that no client finds the node.
 STOPPING_FILE = "stopping.json"
 _ANSWER_TIMEOUT = 5.0  # seconds in which a running node must answer
+#: Seconds in which a process that owns a store must have written an address, if it is a node.
+ADDRESS_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,8 @@ def ensure(
     """Return the node of the store in `directory`, and start one if none is running.
 
     A started node is a separate process, which continues when this process ends. If several processes call this at
-    once, they start one node. If another process owns the store, such as a node that is stopping, this call waits until
-    that process has ended, or answers. All arguments except `directory` and `timeout` apply only to a node that is
-    started.
+    once, they start one node. If the node of the store is stopping, or a service is starting it, this call waits until
+    the node has ended, or answers. All arguments except `directory` and `timeout` apply only to a node that is started.
 
     Args:
         directory: The directory of the store; by default `default_store()`.
@@ -125,8 +126,8 @@ def ensure(
         The address of the node.
 
     Raises:
-        StoreError: No node answered in time. The message has the last line of the node's log, or names the process that
-            owns the store.
+        StoreError: No node answered in time, or a process that is no node owns the store, such as `dissociated clean`.
+            The message has the last line of the node's log, or names the process that owns the store.
 
     Example:
         ```python
@@ -151,12 +152,19 @@ def ensure(
         with store_errors(f"the store {store}"):
             known_id(opened, store)  # Raise for a directory that is not a store before anything is created there.
         with _start_lock(opened, store, deadline):
+            known_at: float | None = None  # when the store's owner, if any, was last known as a node
             while (address := _running(opened, store)) is None:
                 if (log := _open_log(opened, store)) is not None:
                     with os.fdopen(log, "w") as output:
-                        return _start(opened, store, arguments, output, deadline, starter)
-                if time.monotonic() >= deadline:
-                    raise StoreError(f"no node could be started for {str(store)!r}: {_owner(store)}")
+                        address = _start(opened, store, arguments, output, deadline, starter)
+                    if address is not None:
+                        break
+                node, now = _silent_node(store), time.monotonic()
+                if known_at is None or log is not None or node is not None:
+                    known_at = now
+                if now >= min(deadline, known_at + ADDRESS_TIMEOUT):
+                    why = node or "the store belongs to another process, which is still running"
+                    raise StoreError(f"no node could be started for {str(store)!r}: {why}")
                 time.sleep(0.05)  # A lock of the kernel has no timeout, so poll.
             return address
 
@@ -172,8 +180,18 @@ def _open_log(opened: int, store: Path) -> int | None:
             return open_private_file(NODE_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, within=opened)
 
 
-def _owner(store: Path) -> str:
-    """Describe the process that owns a store, and does not answer as its node."""
+def _is_owned(opened: int) -> bool:
+    """Return whether a process owns the store in an open directory."""
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(opened, fcntl.LOCK_UN)
+    return False
+
+
+def _silent_node(store: Path) -> str | None:
+    """Describe the node that owns a store and does not answer. Return None if the owner is not known as a node."""
     try:
         with NodeProcess(store) as process:
             pid = process.address.pid
@@ -181,7 +199,7 @@ def _owner(store: Path) -> str:
                 return f"its node, process {pid}, is stopping, and waits for streams in progress"
             return f"its node, process {pid}, does not answer: dissociated stop --store {store}"
     except (OSError, StoreError):
-        return "the store belongs to another process, which is still running"
+        return None
 
 
 def stopping(directory: str | os.PathLike[str]) -> int | None:
@@ -216,7 +234,8 @@ def _start_lock(opened: int, store: Path, deadline: float) -> Iterator[None]:
 
 def _start(
     opened: int, store: Path, arguments: Sequence[str], output: IO[str], deadline: float, starter: int | None
-) -> NodeAddress:
+) -> NodeAddress | None:
+    """Start a node. Return None if another process, such as the node of a service, owned the store before it did."""
     if starter is not None:
         arguments = [*arguments, "--starter-fd", str(starter)]
     read, write = os.pipe()
@@ -238,15 +257,21 @@ def _start(
         threading.Thread(target=process.wait, name="node", daemon=True).start()
         line = _line(pipe, deadline)
     address = _running(opened, store) if line else None
-    if address is None:
-        log_lines = read_private_file(NODE_LOG, within=opened).decode(errors="replace").strip().splitlines()
+    if address is not None:
+        return address
+    if time.monotonic() >= deadline:
+        why = f"it did not answer in time. Process {process.pid} may still start; its log is {store / NODE_LOG}"
+    elif line:
         why = "it has started, and does not answer"
-        if not line:
-            why = log_lines[-1] if log_lines else "its process ended without a message"
-        if time.monotonic() >= deadline:
-            why = f"it did not answer in time. Process {process.pid} may still start; its log is {store / NODE_LOG}"
-        raise StoreError(f"no node could be started for {str(store)!r}: {why}")
-    return address
+    elif _is_owned(opened):
+        return None
+    else:
+        try:
+            log = read_private_file(NODE_LOG, within=opened).decode(errors="replace")
+        except FileNotFoundError:
+            return None  # The node of a service has owned the store in the meantime, and removed the log.
+        why = log.strip().rpartition("\n")[2] or "its process ended without a message"
+    raise StoreError(f"no node could be started for {str(store)!r}: {why}")
 
 
 def _line(pipe: IO[str], deadline: float) -> str:
