@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from decimal import Decimal
 from itertools import pairwise
 from typing import Any
@@ -121,19 +122,47 @@ def test_lists_of_decimals_and_of_other_lists_are_gathered() -> None:
 
 
 def test_rows_of_strings_and_lists_are_gathered_from_small_and_large_batches() -> None:
-    texts = [None if row % 7 == 3 else f"{row} " * (1 + row % 3) for row in range(8000)]
-    lists = [None if row % 5 == 2 else [str(row)] * (row % 4) for row in range(8000)]
-    table = pa.record_batch({"text": texts, "list": lists, "word": pa.array(texts).dictionary_encode()})
-    ends = [0, 5, 6, 7000, 7001, 8000]
-    batches = [table.take(pa.array(range(start, stop))) for start, stop in pairwise(ends)]  # copied
-    columns = ArrayColumns(table.schema, as_arrow=table.schema.names)
-    gatherer = Gatherer(batches, columns)
-    for rows in ([7999, 0, 6, 6999, 7000, 5, 3, 6, 7999], [6998, 6, 6999], [5], []):
+    count = 50_000
+    texts = [None if row % 7 == 3 else f"{row % 999} " * (1 + row % 3) for row in range(count)]
+    lists = [None if row % 5 == 2 else [str(row)] * (row % 4) for row in range(count)]
+    ends = [0, 5, 6, count - 1001, count - 1000, count]
+    arrays: dict[str, list[pa.Array]] = {"text": [], "list": [], "word": [], "words": []}
+    for start, stop in pairwise(ends):
+        text = pa.array(texts[start:stop])
+        word = text.dictionary_encode()  # in another order in each batch
+        arrays["text"].append(text)
+        arrays["list"].append(pa.array(lists[start:stop], pa.list_(pa.string())))
+        arrays["word"].append(pa.DictionaryArray.from_arrays(word.indices, word.dictionary, ordered=True))
+        arrays["words"].append(pa.ListArray.from_arrays(pa.array([0, *range(1, len(word) + 1)], pa.int32()), word))
+    batches = [pa.record_batch(dict(zip(arrays, row, strict=True))) for row in zip(*arrays.values(), strict=True)]
+    schema = batches[0].schema
+    gatherer = Gatherer(batches, ArrayColumns(schema, as_arrow=schema.names))
+    last, middle = count - 1, count - 1001
+    for rows in ([last, 0, 6, middle, middle + 1, 5, 3, 6, last, 3], [middle - 1, 6, middle], [5], []):
         batch = gatherer.take(np.array(rows, np.int64))
-        for name, values in (("text", texts), ("list", lists), ("word", texts)):
+        words = [[text] for text in texts]
+        for name, values in (("text", texts), ("list", lists), ("word", texts), ("words", words)):
             batch[name].validate(full=True)
-            assert batch[name].type == table[name].type
+            assert batch[name].type == schema.field(name).type
             assert batch[name].to_pylist() == [values[row] for row in rows]
+
+
+def test_rows_of_a_dictionary_are_gathered_without_a_look_at_its_values() -> None:
+    numbers = pa.array(np.arange(100, dtype=np.int32), mask=np.arange(100) == 5)
+    words = pa.array([f"{number:40000}" for number in range(100)])
+    batch = pa.record_batch({"n": numbers, "word": pa.DictionaryArray.from_arrays(numbers, words)})
+    rows = np.arange(0, 10_000, 99)
+
+    def seconds(name: str) -> float:
+        gatherer = Gatherer([batch.select([name])] * 100, ArrayColumns(pa.schema([batch.field(name)]), [name]))
+        times = []
+        for _ in range(5):
+            start = time.thread_time()
+            gatherer.take(rows)
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    assert seconds("word") < 5 * seconds("n")
 
 
 def test_rows_of_more_text_than_one_array_can_hold_are_gathered() -> None:

@@ -22,7 +22,7 @@ from dissociated.training.columns import (
 )
 from dissociated.training.permutation import Positions
 
-_SMALL_ARRAY = 1 << 15  # bytes of an array that is copied faster than some of its rows are taken
+_SMALL_ARRAY = 1 << 17  # bytes of an array that is copied faster than some of its rows are taken
 _MAX_COPIED = 1 << 26  # bytes of small arrays that are copied for one batch
 _POSITIONS = 1 << 13  # of values that are read together: more do not fit into the cache of a core, which takes longer
 
@@ -32,7 +32,7 @@ class Gatherer:
 
     A column of numbers is read by one operation of NumPy, however many record batches there are: its values are
     addressed as items of one array, which begins at the lowest address of the column. Between the record batches, this
-    array covers memory that belongs to others, or is not mapped. It is only ever read at the positions of rows.
+    array covers memory that belongs to remaining, or is not mapped. It is only ever read at the positions of rows.
 
     Raises:
         OptionError: A column of numbers has nulls, or pyarrow cannot take rows of another column.
@@ -294,27 +294,39 @@ class _Arrow:
     """Arrays that stay pyarrow Arrays."""
 
     def __init__(self, arrays: Sequence[pa.Array], type_: pa.DataType) -> None:
-        if types.is_dictionary(type_):
+        self._type, self._dictionary = type_, None
+        if types.is_dictionary(type_) and arrays:
+            # Joining arrays would compare their dictionaries, so only the indices are taken.
             arrays = pa.chunked_array(arrays, type_).unify_dictionaries().chunks
+            self._dictionary = arrays[0].dictionary
+            arrays = [array.indices for array in arrays]
         self._arrays = arrays
+        self._lengths = np.array([len(array) for array in arrays], np.int64)
         # Not `nbytes`, with which pyarrow crashes on unions without rows.
-        self._sizes = [array.get_total_buffer_size() for array in arrays]
+        self._sizes = np.array([array.get_total_buffer_size() for array in arrays], np.int64)
         self._empty = arrays[0][:0] if arrays else pa.nulls(0, type_)
         self._empty.take(pa.array([], pa.int64()))  # raises the error of types whose rows pyarrow cannot take
 
     def take(self, batch: Positions, within: Positions) -> pa.Array:
+        values = self._take(batch, within)
+        if self._dictionary is None:
+            return values
+        return pa.DictionaryArray.from_arrays(values, self._dictionary, ordered=self._type.ordered)
+
+    def _take(self, batch: Positions, within: Positions) -> pa.Array:
         # pyarrow would join all arrays of a chunked array, however few of their rows are taken.
-        order = np.argsort(batch, kind="stable")
+        numbers = np.flatnonzero(np.bincount(batch))
+        small = numbers[self._sizes[numbers] <= _SMALL_ARRAY]
+        copied = small[np.cumsum(self._sizes[small]) <= _MAX_COPIED]
+        pieces = [self._arrays[number] for number in copied.tolist()]
+        starts = np.full(len(self._arrays), -1)
+        starts[copied] = np.cumsum(self._lengths[copied]) - self._lengths[copied]
+        positions = starts[batch] + within
+        # The rows of the remaining arrays are taken array by array, and follow the copied arrays in this order.
+        remaining = np.flatnonzero(starts[batch] < 0)
+        order = remaining[np.argsort(batch[remaining], kind="stable")]
+        positions[order] = np.arange(len(order)) + self._lengths[copied].sum()
         numbers, firsts = np.unique(batch[order], return_index=True)
-        positions: Positions = np.empty(len(batch), np.int64)
-        pieces, start, copied = [], 0, 0
         for number, places in zip(numbers.tolist(), np.split(order, firsts[1:]), strict=False):
-            piece, rows, size = self._arrays[number], within[places], self._sizes[number]
-            if size <= _SMALL_ARRAY and copied + size <= _MAX_COPIED:
-                copied += size
-            else:
-                piece, rows = piece.take(pa.array(rows)), np.arange(len(rows))
-            positions[places] = rows + start
-            start += len(piece)
-            pieces.append(piece)
+            pieces.append(self._arrays[number].take(pa.array(within[places])))
         return pa.concat_arrays(pieces).take(pa.array(positions)) if pieces else self._empty
