@@ -254,12 +254,18 @@ def test_a_default_window_holds_less_of_long_values(server: dis.Server, client: 
     assert window("n") == 1 << 16
     assert window("n", "numbers") == (1 << 28) // (8 + 8192)
     for names, least, most in (
-        (["text"], size, 2.1 * size),  # the catalog knows the size of all columns only
-        (["n", "text"], size, 2.1 * size),
         (["text", "lists"], 2 * size, 2.1 * size),
+        (["n", "text", "lists"], 2 * size, 2.1 * size),
     ):
         with case(names):
             assert (1 << 28) / most <= window(*names) <= (1 << 28) / least
+    for names in (["text"], ["n", "lists"]):  # the catalog knows the size of all columns only
+        assert window(*names) == 1 << 16
+    handle = client.dataset("long", transport=transport)
+    short = Batches(handle, columns=["n"], codes=["text"], shuffle="window")  # codes are numbers
+    assert short.state_dict()["window"] == 1 << 16
+    coded = Batches(handle, columns=["lists"], codes=["text"], shuffle="window").state_dict()
+    assert (1 << 28) / (2.1 * size) <= coded["window"] <= (1 << 28) / size
 
 
 @pytest.mark.parametrize("part", [{"world_size": 2}, {"world_size": 1}])

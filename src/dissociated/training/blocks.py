@@ -97,19 +97,20 @@ class Blocks:
             np.int64,
         )
 
-    @property
-    def row_bytes(self) -> int:
-        """The approximate number of bytes of a row, which is the same for all readers of the version.
+    def row_bytes(self, codes: Sequence[str]) -> int:
+        """Return the approximate number of bytes of a row in memory, which is the same for all readers of the version.
 
-        Strings and nested values have the rest of an average row of the dataset. If the catalog does not know the size
-        of the dataset, a size is assumed.
+        Columns in `codes` are numbers of 32 bits. Strings and nested values have the rest of an average row of the
+        dataset. If some of them are not read, or the catalog does not know the size, a size is assumed for each.
         """
-        assumed, fixed = row_width(self.schema), row_width(self.schema, 0)
+        values = pa.schema([field for field in self.schema if field.name not in codes])
+        unread = pa.schema([field for field in self.dataset.schema if field.name not in self.schema.names])
+        assumed, fixed = row_width(values), row_width(values, 0)
         nbytes, rows = self.dataset.info.nbytes, sum(map(sum, self._lengths))
-        if fixed == assumed or nbytes is None or not rows:
-            return max(1, assumed)
-        unread = row_width(self.dataset.schema, 0) - fixed
-        return max(assumed, -(-nbytes // rows) - unread)
+        if assumed > fixed and row_width(unread) == row_width(unread, 0) and nbytes is not None and rows:
+            other_bytes = row_width(self.dataset.schema, 0) - fixed
+            assumed = max(assumed, -(-nbytes // rows) - other_bytes)
+        return max(1, assumed + 4 * len({*codes}))
 
     @property
     def longest(self) -> int:

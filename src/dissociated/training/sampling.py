@@ -31,8 +31,9 @@ class Sampling:
       weight of each value of a column, such as `{"label": {"rare": 10, "common": 1}}`. An epoch has as many rows as
       without weights. A row comes as often as its share of the weights says, rounded up or down.
     - `buffer_size`: the number of rows of a window, which are held in memory. Default: 16 record batches, and 65,536
-      rows or more, but at most about 256 MiB. For strings and nested values, this is the average of the dataset, if its
-      size is known. With 0, only record batches are shuffled, and their rows keep their order.
+      rows or more, but at most about 256 MiB. For strings and nested values, this is the average of the dataset if its
+      size is known and all of them are read; otherwise 32 bytes each. With 0, only record batches are shuffled, and
+      their rows keep their order.
     - `filter`: the rows to read, as for `read`. Its columns are read before the first batch. Shards are parts of the
       rows that pass.
     - `seed`: determines the order of every epoch.
@@ -163,7 +164,7 @@ class Sampling:
         """Return the number of rows that are shuffled together in a `WINDOW` order."""
         if self.buffer_size is not None:
             return max(1, self.buffer_size)
-        max_rows = _WINDOW_BYTES // blocks.row_bytes
+        max_rows = _WINDOW_BYTES // blocks.row_bytes(self.codes)
         return max(1, min(max(_WINDOW_ROWS, _WINDOW_BLOCKS * blocks.longest), max_rows))
 
 
