@@ -778,8 +778,8 @@ def test_a_filter_keeps_rows_of_columns_that_pyarrow_cannot_take(
     columns = {
         "view": views,
         "bytes": pa.array([word and word.encode() for word in words], pa.binary_view()),
-        "struct": pa.StructArray.from_arrays([views], ["s"]),
         "runs": pa.RunEndEncodedArray.from_arrays(pa.array([7, 20, 60], pa.int32()), pa.array(["a", None, "b"])),
+        "view runs": pa.RunEndEncodedArray.from_arrays(pa.array([4, 30, 60], pa.int16()), views[:3]),
     }
     table = pa.table({"n": range(60), **columns})
     server.publish("not taken", pa.concat_tables([table[:50], table[50:]]))
@@ -798,6 +798,19 @@ def test_a_filter_keeps_rows_of_columns_that_pyarrow_cannot_take(
         for name in ("view", "bytes"):
             values = [*coded.dictionaries[name].to_pylist(), None]  # -1 is null
             assert [values[code] for code in batch[name].tolist()] == [columns[name][n].as_py() for n in batch["n"]]
+
+
+def test_filtered_strings_in_views_keep_one_buffer_of_text(server: dis.Server, client: dis.Client) -> None:
+    words = [f"a word of number {n}" for n in range(2000)]
+    views = pa.array(words, pa.string_view())
+    server.publish("many views", pa.table({"n": range(2000), "view": views}))
+    server.publish("views in structs", pa.table({"n": range(2000), "s": pa.StructArray.from_arrays([views], ["s"])}))
+    even = pc.bit_wise_and(pc.field("n"), 1) == 0
+    (batch,) = Batches(client["many views"], as_arrow=["view"], filter=even, batch_size=2000)
+    assert batch["view"].to_pylist() == words[::2]
+    assert len(pickle.dumps(batch["view"])) < 100_000  # 16 and about 20 bytes a row
+    with pytest.raises(OptionError, match="pyarrow cannot put rows of column 's' together"):
+        [*Batches(client["views in structs"], as_arrow=["s"], filter=even)]
 
 
 def test_codes_of_types_without_distinct_values_are_refused(server: dis.Server, client: dis.Client) -> None:

@@ -16,7 +16,7 @@ from dissociated.client.partitions import selected_schema
 from dissociated.client.plan import row_filter
 from dissociated.errors import ColumnNotFound, ReadOnce, SourceError, WrongKind
 from dissociated.memory.region import Region
-from dissociated.training.columns import plain, row_width
+from dissociated.training.columns import plain, rearranging, row_width
 from dissociated.training.permutation import Positions
 
 _BLOCK_BYTES = 1 << 20  # bytes of a block up to which small record batches are combined
@@ -259,13 +259,32 @@ class Blocks:
 
 
 def _take(batch: pa.RecordBatch, rows: Positions) -> pa.RecordBatch:
-    """Return the rows at these positions, which must ascend."""
+    """Return the rows at these positions, which must ascend. Raise OptionError if pyarrow cannot take them."""
     try:
         return batch.take(pa.array(rows))
-    except pa.ArrowNotImplementedError:  # such as strings in views, of which pyarrow only joins slices
-        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
-        slices = [batch.slice(run[0], len(run)) for run in runs]
-        return pa.concat_batches([batch[:0], *slices])
+    except pa.ArrowNotImplementedError:
+        columns = []
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            with rearranging(name):
+                columns.append(_take_values(column, rows))
+        return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+
+
+def _take_values(array: pa.Array, rows: Positions) -> pa.Array:
+    """Return the values at these positions, which must ascend, also of strings in views and of encoded runs.
+
+    Slices of views are not joined: the result would refer to all buffers of every slice.
+    """
+    if pa.types.is_run_end_encoded(array.type):
+        if not len(rows):
+            return array[:0]
+        runs = np.searchsorted(array.run_ends.to_numpy(), rows + array.offset, side="right")
+        ends = np.append(np.flatnonzero(np.diff(runs)) + 1, len(rows))
+        run_ends = pa.array(ends, array.type.run_end_type)
+        return pa.RunEndEncodedArray.from_arrays(run_ends, _take_values(array.values, runs[ends - 1]), array.type)
+    values = plain(array)
+    selected = values.take(pa.array(rows))
+    return selected if values is array else selected.cast(array.type)
 
 
 def _new_values(column: pa.Array, distinct: pa.Array) -> pa.Array:

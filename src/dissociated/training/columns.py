@@ -257,7 +257,7 @@ def rearranging(name: str) -> Iterator[None]:
     """Raise OptionError if pyarrow cannot join or take the values of a column, such as strings in views."""
     try:
         yield
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowCapacityError) as error:
         raise OptionError(
             f"pyarrow cannot put rows of column {name!r} together ({error}): name it in codes= to get the numbers of "
             "its distinct values, or leave it out by columns="
