@@ -32,7 +32,7 @@ class Gatherer:
 
     A column of numbers is read by one operation of NumPy, however many record batches there are: its values are
     addressed as items of one array, which begins at the lowest address of the column. Between the record batches, this
-    array covers memory that belongs to remaining, or is not mapped. It is only ever read at the positions of rows.
+    array covers memory that belongs to others, or is not mapped. It is only ever read at the positions of rows.
 
     Raises:
         OptionError: A column of numbers has nulls, or pyarrow cannot take rows of another column.
