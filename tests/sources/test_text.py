@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import io
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import date
@@ -14,6 +16,7 @@ import pyarrow.csv
 import pytest
 
 import dissociated as dis
+from dissociated.datasets.csv_blocks import csv_blocks
 from dissociated.datasets.text import open_text
 from dissociated.errors import DissociatedError, SourceError
 from support.helpers import case
@@ -111,11 +114,12 @@ MEGABYTE = f'{{"a": 1, "b": "{"x" * (1 << 20)}"}}\n'
         ("csv", f"a,b\n1,0.1\n2,{DECIMAL}\n", rf"row 3 of .* has the number {DECIMAL} in column 'b'"),
         ("jsonl", f'{{"a": [{{"b": 1}}, {{"b": {LONG}}}]}}', rf"row 1 of .* has the number {LONG} in column 'a.b'"),
         ("jsonl", f'{{"a": 1e300}}\n{{"a": {DECIMAL}}}', rf"row 2 of .* has the number {DECIMAL} in column 'a'"),
-        ("csv", "a;b\n1;x\n".encode("utf-16"), "the CSV is in UTF-16: write it in UTF-8"),
+        ("csv", "a;b\n1;x\n".encode("utf-16"), r"wrong.csv' cannot be read as CSV: .* UTF-16 or UTF-32: write"),
+        ("csv", codecs.BOM_UTF32_BE + "a;b\n1;x\n".encode("utf-32-be"), "in UTF-16 or UTF-32: write it in UTF-8"),
     ],
     ids=[
         *("empty", "odd", "late", "json", "changed", "changed within", "changed late", "new"),
-        *("long", "mixed", "decimal", "nested", "decimal of JSON", "UTF-16"),
+        *("long", "mixed", "decimal", "nested", "decimal of JSON", "UTF-16", "UTF-32"),
     ],
 )
 def test_text_that_cannot_be_read_is_refused(
@@ -274,8 +278,36 @@ def test_csv_that_ends_within_quotes_is_refused(tmp_path: Path, begin: str) -> N
         for source in str(path), io.BytesIO(text.encode()):
             with case(end), ExitStack() as refused:
                 if is_open:
-                    refused.enter_context(pytest.raises(SourceError, match="ends within a quoted value"))
-                open_text("-", source, "csv").read_all()
+                    named = "'.*rows.csv'" if isinstance(source, str) else "piped"
+                    why = f"{named} cannot be read as CSV: a quoted value begins and does not end"
+                    refused.enter_context(pytest.raises(SourceError, match=why))
+                open_text("piped", source, "csv").read_all()
+
+
+def test_the_end_of_csv_is_searched_quickly(tmp_path: Path) -> None:
+    """Libarrow refuses values that are longer than two of its blocks, so that an older quote does not count."""
+    path = tmp_path / "rows.csv"
+    path.write_text('a,b\n1,"')
+    with path.open("r+b") as file:
+        file.seek(1 << 28)  # the bytes between take no room
+        file.write(b"\n1,x\n")
+    begin = _bytes_read()
+    csv_blocks(str(path))
+    assert _bytes_read() - begin < 1 << 26
+    path.write_text('a\n"x"\n' + '"b,"\n' * 200_000)  # each quote could begin a value, or end it
+    calls: list[str] = []
+    sys.setprofile(lambda _frame, event, _what: calls.append(event))
+    try:
+        csv_blocks(str(path))
+        csv_blocks(io.BytesIO(path.read_bytes())).read(1 << 24)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 1_000
+
+
+def _bytes_read() -> int:
+    """Return the bytes that this process has read by `read` and `pread`."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_csv_in_another_encoding_is_binary(client: dis.Client, tmp_path: Path) -> None:

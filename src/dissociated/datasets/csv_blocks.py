@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
 
 from dissociated.codec.reader import Readable
-from dissociated.errors import SourceError
 
 BLOCK_SIZE = 16 << 20  # bytes of text; the types of the columns are inferred from the first block
 _TAIL_SIZE = 1 << 18  # bytes at the end of a file that are searched at once
@@ -25,7 +25,7 @@ def csv_blocks(source: Any) -> Any:
         source: The path of a file, or an open file.
 
     Raises:
-        SourceError: The text ends within a quoted value. An open file raises it at its end.
+        pa.ArrowInvalid: The text ends within a quoted value. An open file raises it at its end.
     """
     if not isinstance(source, str):
         return _CsvBlocks(source)
@@ -46,53 +46,58 @@ def _splits_crlf(path: str) -> bool:
 
 def _ends_quoted(path: str) -> bool:
     """Return whether the file ends within a quoted value. Nearly always, its last few bytes show it."""
-    borders = 0
     with open(path, "rb") as file:
-        end, quotes = os.fstat(file.fileno()).st_size, b""
-        while end > 0:
-            start = end - _TAIL_SIZE if end > _TAIL_SIZE + len(_UTF_8_MARK) else 0
-            text = os.pread(file.fileno(), end - start, start) + quotes
-            if start == 0:
-                text = b"\n" + text.removeprefix(_UTF_8_MARK)
-            searched = text.lstrip(b'"')  # more quotes may come before the first ones
-            more, is_whole = _borders(searched)
-            borders += more
-            if is_whole:
-                break
-            end, quotes = start, text[: len(text) - len(searched)]
-    return borders % 2 == 1
+
+        def read(start: int, end: int) -> bytes:
+            text = os.pread(file.fileno(), end - start, start)
+            return text if start else b"\n" + text.removeprefix(_UTF_8_MARK)
+
+        is_odd, _ = _borders(read, os.fstat(file.fileno()).st_size)
+    return is_odd
 
 
-def _borders(text: bytes) -> tuple[int, bool]:
-    """Count the quotes at the end of `text` that begin or end values, one after the other.
+def _borders(read: Callable[[int, int], bytes], end: int) -> tuple[bool, bool]:
+    """Look at the last quotes of a text that begin or end values, back to a place where no quoted value is open.
 
     An even number of successive quotes is an empty value, or quotes within a value. An odd number ends a value, or
     begins one after a comma or a line break. Elsewhere it may also be a part of a value that does not begin with a
     quote. So after an odd number that does not come after a comma or a line break, no quoted value is open.
 
     Args:
-        text: A part of the CSV that begins with another byte than a quote.
+        read: Returns the text from one position to another. The text begins with another byte than a quote.
+        end: The end of the text.
 
     Returns:
-        The number of these quotes, and whether no quoted value is open before them.
+        Whether the number of these quotes is odd, and whether no quoted value is open before them.
     """
-    text = text.replace(b'""', b"")
-    borders, at = 0, len(text)
-    while (at := text.rfind(b'"', 0, at)) > 0:
-        if text[at - 1] not in b",\r\n":
-            return borders, True
-        borders += 1
-    return borders, False
+    borders, first, quote = 0, end, b""  # `first`: no border was found between `end` and this position
+    while end > 0:
+        if first - end >= 2 * BLOCK_SIZE:  # libarrow refuses a value that is longer
+            return borders % 2 == 1, True
+        start = end - _TAIL_SIZE if end > _TAIL_SIZE + len(_UTF_8_MARK) else 0
+        text = read(start, end) + quote
+        searched = text.lstrip(b'"')  # more quotes may come before the first ones
+        single = searched.replace(b'""', b"")  # leaves a quote for each odd number
+        if b'"' in single:
+            first = start
+            others = single.replace(b',"', b", ").replace(b'\n"', b"\n ").replace(b'\r"', b"\r ")
+            at = others.rfind(b'"')
+            borders += single.count(b'"', at + 1)
+            if at >= 0:
+                return borders % 2 == 1, True
+        end, quote = start, b'"' * ((len(text) - len(searched)) % 2)
+    return borders % 2 == 1, False
 
 
-def _incomplete() -> SourceError:
-    return SourceError.for_peer(
-        "the CSV ends within a quoted value, so it is incomplete: write it again, with the quote at its end"
+def _incomplete() -> pa.ArrowInvalid:
+    return pa.ArrowInvalid(
+        "a quoted value begins and does not end, so the text is incomplete, or has one quote too many: write the text "
+        "again, with each value whole, and each quote within a quoted value twice"
     )
 
 
 class _CsvBlocks(Readable):
-    """CSV of which no read ends within CR LF. Reading its end raises SourceError if that is within a quoted value.
+    """CSV of which no read ends within CR LF. Reading its end raises ArrowInvalid if that is within a quoted value.
 
     libarrow parses each read as a block. If a block ends with CR, it drops an LF at the beginning of the next block,
     even within a quoted value. It takes the end of the text for the end of a value.
@@ -125,8 +130,8 @@ class _Quotes:
         """Follow the next piece of the text."""
         text = self._end + text if self._end else b"\n" + text.removeprefix(_UTF_8_MARK)
         searched = text.rstrip(b'"')  # more quotes may follow the last ones
-        borders, is_whole = _borders(searched)
-        self._is_open = (self._is_open and not is_whole) ^ (borders % 2 == 1)
+        is_odd, is_whole = _borders(lambda start, end: searched[start:end], len(searched))
+        self._is_open = (self._is_open and not is_whole) ^ is_odd
         self._end = text[len(searched) - 1 :]
 
     def are_open(self) -> bool:

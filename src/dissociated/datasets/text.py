@@ -30,6 +30,7 @@ TEXT_FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 _HEADER_SIZE = 1 << 16  # bytes of CSV in which the header is looked for
 _EXACT = 1 << 53  # doubles hold every integer below
 _LONG_NUMBER = re.compile(rb"(?<![0-9.])[0-9]{16,}(?:\.[0-9]*)?(?![0-9.eE])")
+_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)  # UTF-32-LE begins as UTF-16-LE does
 #: The beginning of a text whose first value is null.
 _NULL_FIRST = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*null")
 #: The kinds of values of JSON, as they are named in errors.
@@ -119,11 +120,11 @@ def _open_csv(source: Any, use_threads: bool | None = None, column_types: Any = 
 def _header(source: Any) -> tuple[int, int]:
     """Return the number of blank lines before the header of CSV, and the number of columns; 0 if there is no header.
 
-    Raises SourceError for UTF-16, of which libarrow would make a column of bytes.
+    Raises ArrowInvalid for UTF-16 and UTF-32, of which libarrow would make a column of bytes.
     """
     beginning = _beginning(source, _HEADER_SIZE)
-    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise SourceError.for_peer("the CSV is in UTF-16: write it in UTF-8")
+    if beginning.startswith(_MARKS):
+        raise pa.ArrowInvalid("the text is in UTF-16 or UTF-32: write it in UTF-8")
     lines = io.StringIO(beginning.decode("utf-8-sig", "replace"), newline="")
     for blank_lines, fields in enumerate(csv.reader(lines)):
         if fields:
