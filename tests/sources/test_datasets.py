@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from contextlib import suppress
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,17 +155,27 @@ def test_a_callable_that_gives_the_same_reader_again(once: Any) -> None:
         made.open_reader()
 
 
-def test_a_column_of_a_path_must_not_be_in_the_files_too(tmp_path: Path) -> None:
-    """pyarrow would take the value of the outermost directory."""
-    for path in "k=a", "x%20y=1", "k=1/k=2":
-        file = tmp_path / path.replace("/", "-") / path / "rows.parquet"
+def test_a_column_of_a_path_may_be_in_the_files_too(tmp_path: Path) -> None:
+    """DuckDB and Polars can write it into both. pyarrow would refuse another type, or take the value of the path."""
+    paths = {"k=5/d=2024-01-31/x%20y=1": date(2024, 1, 31), "k=6/d=2024-02-01/x%20y=2": date(2024, 2, 1)}
+    for path, day in paths.items():
+        file = tmp_path / path / "rows.parquet"
         file.parent.mkdir(parents=True)
-        columns = {"n": [1], "k": ["z"]} if path == "k=a" else {"n": [1], "x y": [2]}
-        pq.write_table(pa.table(columns), file)
-        name = "x y" if path == "x%20y=1" else "k"
-        refused = rf"rows.parquet' has a column '{name}' already, and the directory '{file.parent.name}' adds another"
-        with case(path), pytest.raises(SourceError, match=refused):
-            make_dataset("data", file.parents[1 + path.count("/")])
+        pq.write_table(pa.table({"n": [1, 2], "d": [day, day], "k": ["z", None]}), file)
+    columns = {"n": [1, 2] * 2, "d": [day for day in paths.values() for _ in "nd"], "k": ["z", None] * 2}
+    read = make_dataset("data", tmp_path).open_reader().read_all()
+    assert read.schema.names == ["n", "d", "k", "x y"]
+    assert read.to_pydict() == {**columns, "x y": [1, 1, 2, 2]}
+
+
+def test_a_path_must_not_give_a_column_two_values(tmp_path: Path) -> None:
+    """pyarrow would take the value of the outermost directory."""
+    (directory := tmp_path / "k=1" / "k=2").mkdir(parents=True)
+    pq.write_table(pa.table({"n": [1]}), directory / "rows.parquet")
+    with pytest.raises(SourceError, match=r"rows.parquet' has several values of the column 'k'"):
+        make_dataset("data", tmp_path)
+    pq.write_table(pa.table({"k": [3]}), directory / "rows.parquet")
+    assert make_dataset("data", tmp_path).open_reader().read_all().to_pydict() == {"k": [3]}
 
 
 def test_a_parquet_file_that_is_damaged(tmp_path: Path) -> None:

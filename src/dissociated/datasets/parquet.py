@@ -101,11 +101,11 @@ def _batches(file: Any, columns: Sequence[str] | None) -> Iterator[pa.RecordBatc
 def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Dataset:
     """Make a dataset of all Parquet files in a directory, in the order of their names.
 
-    Subdirectories called NAME=VALUE add a column NAME each (Hive partitioning).
+    Subdirectories called NAME=VALUE add a column NAME each, unless the files have it (Hive partitioning).
 
     Raises:
-        SourceError: There are no Parquet files, there are other files, the schemas of the files differ, or two columns
-            would have the same name.
+        SourceError: There are no Parquet files, there are other files, the schemas of the files differ, or nested
+            directories add the same column.
     """
     import pyarrow.dataset
 
@@ -118,7 +118,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
 
     def open_files(schema: pa.Schema | None = None) -> Any:
         return pyarrow.dataset.dataset(
-            [str(file) for file in files], schema, "parquet", partitioning="hive", partition_base_dir=str(path)
+            [str(file) for file in files], schema, "parquet", partitioning=paths, partition_base_dir=str(path)
         )
 
     def open_reader() -> pa.RecordBatchReader:
@@ -129,7 +129,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
 
     with source_errors(name):
         published = states()
-        _check_path_columns(path, files)
+        paths = pyarrow.dataset.partitioning(_path_columns(path, files), flavor="hive")
         inspected = open_files()
         fragments = [*inspected.get_fragments()]
         common = fragments[0].physical_schema
@@ -163,29 +163,33 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
             raise SourceError(f"cannot publish {str(directory)!r}: {_DIRECTORY} ({entry.name!r} is not a Parquet file)")
 
 
-def _check_path_columns(directory: Path, files: Sequence[Path]) -> None:
-    """Raise SourceError if a directory NAME=VALUE gives a file a column that it has already.
+def _path_columns(directory: Path, files: Sequence[Path]) -> pa.Schema:
+    """Return the columns that directories NAME=VALUE add to the files. The files may have such a column themselves.
 
-    pyarrow would take the value of the outermost directory.
+    Raises:
+        SourceError: Nested directories add the same column. pyarrow would take the value of the outermost directory.
     """
-    import pyarrow.parquet
+    import pyarrow.dataset
+    import pyarrow.fs
 
-    columns: list[str] | None = None
+    factory = pyarrow.dataset.FileSystemDatasetFactory(
+        pyarrow.fs.LocalFileSystem(),
+        [str(file) for file in files],
+        pyarrow.dataset.ParquetFileFormat(),
+        pyarrow.dataset.FileSystemFactoryOptions(str(directory), pyarrow.dataset.HivePartitioning.discover()),
+    )
+    in_files, in_paths = factory.inspect_schemas()
+    added = pa.schema([field for field in in_paths if field.name not in in_files.names])
     for file in files:
-        names: list[str] = []
-        for part in file.relative_to(directory).parent.parts:
-            if "=" not in part:
-                continue
-            if columns is None:
-                columns = pyarrow.parquet.read_schema(files[0]).names
-            name = unquote(part.partition("=")[0])
-            if name in names or name in columns:
+        names = [unquote(part.partition("=")[0]) for part in file.relative_to(directory).parent.parts if "=" in part]
+        for name in added.names:
+            if names.count(name) > 1:
                 raise SourceError.for_peer(
-                    f"{str(file)!r} has a column {name!r} already, and the directory {part!r} adds another one: rename "
-                    "the directory, or give the files by name",
-                    f"the directory {part!r} adds a column that the files have already",
+                    f"the path of {str(file)!r} has several values of the column {name!r}: rename a directory, or give "
+                    "the files by name",
+                    f"the path of a file has several values of the column {name!r}",
                 )
-            names.append(name)
+    return added
 
 
 def _min_size(schema: pa.Schema, metadata: Any) -> int:
