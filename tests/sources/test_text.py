@@ -7,9 +7,10 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import date
+from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pyarrow.csv
@@ -95,7 +96,11 @@ MEGABYTE = f'{{"a": 1, "b": "{"x" * (1 << 20)}"}}\n'
     [
         ("csv", "", r"wrong.csv': the file is empty"),
         ("csv", "a,b\n1,2\n3\n", r"wrong.csv' cannot be read as CSV: .*Row #3: Expected 2 columns, got 1: 3"),
-        ("csv", "a\n" + f"{10**14}\n" * (9 << 17) + "one\n", r"Row #1179650: .* int64: invalid value 'one'"),
+        (
+            "csv",
+            "a\n" + f"{10**14}\n" * (9 << 17) + "one\n",
+            r"Row #1179650: .* int64: invalid value 'one'. .* No word such as NA stands for null",
+        ),
         ("jsonl", '{"a": 1}\n\n{"a":\n', r"wrong.jsonl' cannot be read as JSON lines: row 3 is not valid JSON"),
         ("jsonl", '{"a": 1}\n\n{"a": "x"}\n', r"row 3 has a string in column 'a', and row 1 has a number"),
         (
@@ -250,6 +255,51 @@ def test_csv_keeps_each_text_null_and_nan(client: dis.Client, tmp_path: Path, co
     assert client.put("words", path) == 3
     unquoted = {"n": ["1", "2", "NA"], "code": [None] * 3, "word": ["NA", None, "NULL"]}
     assert client.read("words").read_all().to_pydict() == unquoted
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_an_empty_quoted_value_is_null_unless_its_column_is_text(
+    client: dis.Client, tmp_path: Path, columns: int
+) -> None:
+    """Programs that write quotes around each value write a missing number so."""
+    path = tmp_path / "quoted.csv"
+    zone, utc = "2020-01-01T10:00:00", ZoneInfo("UTC")
+    cases: dict[str, tuple[str, list[Any]]] = {
+        "int64": ("5, 7 ", [5, 7]),
+        "double": ("1.5,nan,-inf,2e3", [1.5, float("nan"), float("-inf"), 2000.0]),
+        "bool": ("true,False", [True, False]),
+        "date32[day]": ("2020-01-31,1969-12-31", [date(2020, 1, 31), date(1969, 12, 31)]),
+        "time32[s]": ("10:11,10:11:12", [time(10, 11), time(10, 11, 12)]),
+        "timestamp[s]": ("2020-01-31 10:00,2020-01-31", [datetime(2020, 1, 31, 10), datetime(2020, 1, 31)]),
+        "timestamp[s, tz=UTC]": (f"{zone}+01:00,{zone}Z", [datetime(2020, 1, 1, hour, tzinfo=utc) for hour in (9, 10)]),
+        "string": ("x,NA", ["x", "NA"]),
+    }
+    for kind, (written, values) in cases.items():
+        rows = [f'"{value}"' for value in written.split(",")] + ['""', ""]
+        text = "".join(row + ',"x"\n' * (columns - 1) + "\n" * (2 - columns) for row in ["a", *rows])
+        path.write_text(text)
+        client.put("quoted", path)
+        expected = [*values, "" if kind == "string" else None, None]
+        for read in client.read("quoted").read_all(), open_text("-", io.BytesIO(text.encode()), "csv").read_all():
+            with case(kind):
+                assert str(read.schema.field("a").type) == kind
+                assert repr(read["a"].to_pylist()) == repr(expected)
+
+
+def test_an_empty_quoted_value_may_be_followed_by_blocks_of_numbers(client: dis.Client, tmp_path: Path) -> None:
+    path = tmp_path / "quoted.csv"
+    path.write_text(f'a,b,b\n"{LONG}",1,\n"",,""\n"1.5","",x\n')
+    with pytest.raises(SourceError, match=f"row 2 of .* has the number {LONG} in column 'a'"):
+        client.put("quoted", path)
+    text = 'a,b\n"",""\n"1",\n' + f'"2","{"x" * 1_000}"\n' * 17_000
+    read = open_text("-", io.BytesIO(text.encode()), "csv").read_all()
+    assert read["a"].to_pylist() == [None, 1, *[2] * 17_000]
+    assert read["b"].to_pylist() == ["", None, *["x" * 1_000] * 17_000]
+    path.write_text(f'{text}"NA",\n')
+    with pytest.raises(
+        SourceError, match=r"column 'a': .* int64: invalid value 'NA'.* No word such as NA stands for null"
+    ):
+        client.put("quoted", path)
 
 
 @pytest.mark.parametrize("begin", ["a\n", '\ufeff"q\n"\n', "x" * (1 << 18) + "\n", ('"' * 100 + "\n") * 2_700])

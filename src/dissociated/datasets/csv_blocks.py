@@ -80,8 +80,8 @@ def _borders(read: Callable[[int, int], bytes], end: int) -> tuple[bool, bool]:
         single = searched.replace(b'""', b"")  # leaves a quote for each odd number
         if b'"' in single:
             first = start
-            others = single.replace(b',"', b", ").replace(b'\n"', b"\n ").replace(b'\r"', b"\r ")
-            at = others.rfind(b'"')
+            decisive = single.replace(b',"', b", ").replace(b'\n"', b"\n ").replace(b'\r"', b"\r ")
+            at = decisive.rfind(b'"')
             borders += single.count(b'"', at + 1)
             if at >= 0:
                 return borders % 2 == 1, True

@@ -31,6 +31,8 @@ _HEADER_SIZE = 1 << 16  # bytes of CSV in which the header is looked for
 _EXACT = 1 << 53  # doubles hold every integer below
 _LONG_NUMBER = re.compile(rb"(?<![0-9.])[0-9]{16,}(?:\.[0-9]*)?(?![0-9.eE])")
 _MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)  # UTF-32-LE begins as UTF-16-LE does
+#: The beginning of each empty value in quotes.
+_QUOTED_EMPTY = (b',""', b'\n""', b'\r""')
 #: The beginning of a text whose first value is null.
 _NULL_FIRST = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*null")
 #: The kinds of values of JSON, as they are named in errors.
@@ -95,7 +97,9 @@ def open_text(name: str, source: Any, format: str) -> pa.RecordBatchReader:
 
 
 def _open_csv(source: Any, use_threads: bool | None = None, column_types: Any = None) -> pa.RecordBatchReader:
-    """Open CSV. An empty field without quotes is null, and no other field is.
+    """Open CSV. An empty field without quotes is null. In columns that are not texts, `""` is null, too.
+
+    libarrow takes `""` for null in all columns or in none. So it reads it as a text, which is converted here.
 
     Errors name the row if one thread reads, so threads only read files, which can be read again.
     """
@@ -114,7 +118,47 @@ def _open_csv(source: Any, use_threads: bool | None = None, column_types: Any = 
     converting = pyarrow.csv.ConvertOptions(
         null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False, column_types=column_types
     )
-    return pyarrow.csv.open_csv(csv_blocks(source), options, parsing, converting)
+    beginning = _beginning(source, BLOCK_SIZE + 1)  # a byte more, so that libarrow knows that the text goes on
+    reader = pyarrow.csv.open_csv(csv_blocks(source), options, parsing, converting)
+    if not any(quoted in beginning for quoted in _QUOTED_EMPTY):
+        return reader
+    converting.quoted_strings_can_be_null = True
+    types = pyarrow.csv.open_csv(pa.BufferReader(beginning), options, parsing, converting).schema.types
+    schema = reader.schema
+    for index, (field, type_) in enumerate(zip(reader.schema, types, strict=True)):
+        if pa.types.is_string(field.type) and not pa.types.is_null(type_):
+            schema = schema.set(index, field.with_type(type_))
+    return pa.RecordBatchReader.from_batches(schema, _converted(reader, schema))
+
+
+def _converted(reader: pa.RecordBatchReader, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Convert texts to the types of `schema`. An empty text becomes null."""
+    for batch in reader:
+        columns = [
+            column if column.type == field.type else _convert(column, field)
+            for column, field in zip(batch.columns, schema, strict=True)
+        ]
+        yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _convert(texts: pa.Array, field: pa.Field) -> pa.Array:
+    """Convert texts as libarrow converts CSV, by writing CSV: it casts texts differently, and not to each type."""
+    import pyarrow.csv
+
+    if not len(texts):
+        return pa.nulls(0, field.type)
+    written = pa.BufferOutputStream()
+    # The second column keeps null from becoming a blank line.
+    table = pa.table({"text": texts, "": pa.nulls(len(texts))})
+    pyarrow.csv.write_csv(table, written, pyarrow.csv.WriteOptions(include_header=False))
+    reading = pyarrow.csv.ReadOptions(column_names=table.column_names, block_size=written.tell())
+    parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    converting = pyarrow.csv.ConvertOptions(null_values=[""], column_types={"text": field.type})
+    try:
+        read = pyarrow.csv.read_csv(pa.BufferReader(written.getvalue()), reading, parsing, converting)
+    except pa.ArrowInvalid as error:
+        raise pa.ArrowInvalid(f"column {field.name!r}: {str(error).removeprefix('In CSV column #0: ')}") from None
+    return read["text"].combine_chunks()
 
 
 def _header(source: Any) -> tuple[int, int]:
@@ -347,6 +391,11 @@ def _text_errors(name: str, source: Any, format: str) -> Iterator[None]:
         kind = "CSV" if format == "csv" else "JSON lines"
         file = repr(source) if isinstance(source, str) else name
         why = _located(source, format) or str(error)
+        if "CSV conversion error to" in why:
+            why += (
+                ". Types come from the first 16 MB. No word such as NA stands for null: write nothing for a missing "
+                "value, without quotes, or read the file with types of your choice and publish the table"
+            )
         raise concealed(name, f"{file} cannot be read as {kind}: {why}", f"the text is not valid {kind}") from error
 
 
