@@ -7,9 +7,10 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,6 @@ _HEADER_SIZE = 1 << 16  # bytes of CSV in which the header is looked for
 _EXACT = 1 << 53  # doubles hold every integer below
 _LONG_NUMBER = re.compile(rb"(?<![0-9.])[0-9]{16,}(?:\.[0-9]*)?(?![0-9.eE])")
 _MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)  # UTF-32-LE begins as UTF-16-LE does
-#: The beginning of each empty value in quotes.
-_QUOTED_EMPTY = (b',""', b'\n""', b'\r""')
 #: The beginning of a text whose first value is null.
 _NULL_FIRST = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*null")
 #: The kinds of values of JSON, as they are named in errors.
@@ -118,46 +117,48 @@ def _open_csv(source: Any, use_threads: bool | None = None, column_types: Any = 
     converting = pyarrow.csv.ConvertOptions(
         null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False, column_types=column_types
     )
-    beginning = _beginning(source, BLOCK_SIZE + 1)  # a byte more, so that libarrow knows that the text goes on
     reader = pyarrow.csv.open_csv(csv_blocks(source), options, parsing, converting)
-    if not any(quoted in beginning for quoted in _QUOTED_EMPTY):
+    first = next(iter(reader), None)  # the block from which libarrow has inferred the types
+    if first is None:
         return reader
-    converting.quoted_strings_can_be_null = True
-    types = pyarrow.csv.open_csv(pa.BufferReader(beginning), options, parsing, converting).schema.types
     schema = reader.schema
-    for index, (field, type_) in enumerate(zip(reader.schema, types, strict=True)):
-        if pa.types.is_string(field.type) and not pa.types.is_null(type_):
-            schema = schema.set(index, field.with_type(type_))
-    return pa.RecordBatchReader.from_batches(schema, _converted(reader, schema))
+    for index, (field, column) in enumerate(zip(schema, first.columns, strict=True)):
+        is_inferred = not column_types or field.name not in column_types
+        if is_inferred and pa.types.is_string(field.type) and pc.any(pc.equal(column, "")).as_py():
+            type_ = _converted(column).type
+            if not pa.types.is_null(type_):
+                schema = schema.set(index, field.with_type(type_))
+    return pa.RecordBatchReader.from_batches(schema, _with_types(schema, chain([first], reader)))
 
 
-def _converted(reader: pa.RecordBatchReader, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Convert texts to the types of `schema`. An empty text becomes null."""
-    for batch in reader:
-        columns = [
-            column if column.type == field.type else _convert(column, field)
-            for column, field in zip(batch.columns, schema, strict=True)
-        ]
+def _with_types(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Convert columns of text to the types of `schema`."""
+    for batch in batches:
+        columns = list(batch.columns)
+        for index, field in enumerate(schema):
+            if columns[index].type != field.type:
+                try:
+                    columns[index] = _converted(columns[index], field.type)
+                except pa.ArrowInvalid as error:
+                    why = str(error).removeprefix("In CSV column #0: ")
+                    raise pa.ArrowInvalid(f"column {field.name!r}: {why}") from None
         yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _convert(texts: pa.Array, field: pa.Field) -> pa.Array:
-    """Convert texts as libarrow converts CSV, by writing CSV: it casts texts differently, and not to each type."""
+def _converted(texts: pa.Array, type_: pa.DataType | None = None) -> pa.Array:
+    """Convert the texts of a column of CSV to a type, or to the type that libarrow infers. An empty text becomes null.
+
+    The texts are written as CSV and read again, since libarrow casts texts by other rules, and not to each type.
+    """
     import pyarrow.csv
 
-    if not len(texts):
-        return pa.nulls(0, field.type)
     written = pa.BufferOutputStream()
-    # The second column keeps null from becoming a blank line.
-    table = pa.table({"text": texts, "": pa.nulls(len(texts))})
-    pyarrow.csv.write_csv(table, written, pyarrow.csv.WriteOptions(include_header=False))
-    reading = pyarrow.csv.ReadOptions(column_names=table.column_names, block_size=written.tell())
+    table = pa.table({"text": texts, "": pa.nulls(len(texts))})  # the second column keeps null from being a blank line
+    pyarrow.csv.write_csv(table, written)
+    reading = pyarrow.csv.ReadOptions(block_size=written.tell())
     parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
-    converting = pyarrow.csv.ConvertOptions(null_values=[""], column_types={"text": field.type})
-    try:
-        read = pyarrow.csv.read_csv(pa.BufferReader(written.getvalue()), reading, parsing, converting)
-    except pa.ArrowInvalid as error:
-        raise pa.ArrowInvalid(f"column {field.name!r}: {str(error).removeprefix('In CSV column #0: ')}") from None
+    converting = pyarrow.csv.ConvertOptions(null_values=[""], column_types={"text": type_} if type_ else None)
+    read = pyarrow.csv.read_csv(pa.BufferReader(written.getvalue()), reading, parsing, converting)
     return read["text"].combine_chunks()
 
 
