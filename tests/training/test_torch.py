@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import struct
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,73 @@ def test_a_position_that_was_set_stays_until_a_batch_was_read(server: dis.Server
             is_away = False
             interrupted.set_epoch(3)
             assert rows(resumed) == rows(interrupted)[5:]
+
+
+def test_a_state_stays_until_its_first_batch_is_read(client: dis.Client) -> None:
+    from dissociated.torch import IterableDataset
+
+    original = IterableDataset(client["data"], **COLUMNS)
+    epochs = [rows(original)]
+    copied = copy.copy(original)
+    original.set_epoch(1)
+    epochs.append(rows(original))
+    assert rows(copied) == epochs[0], "a copy has an epoch of its own"
+    rows(original, 5)
+    state = original.state_dict()
+    copied.set_epoch(1)
+    copied.load_state_dict(state)
+    unused = iter(copied)
+    assert copied.state_dict() == state
+    assert rows(copied) == epochs[1][5:]
+    del unused
+    assert rows(copied) == epochs[1]
+    copied.load_state_dict(copied.state_dict())
+    iter(copied)  # as torchdata does with a state after the last batch
+    assert rows(copied) == epochs[1]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_persistent_workers_that_cannot_know_the_epoch_say_so(client: dis.Client) -> None:
+    from torch.utils.data import ChainDataset, DataLoader
+    from torch.utils.data import IterableDataset as TorchIterableDataset
+
+    from dissociated.torch import IterableDataset
+
+    class Unpickling(TorchIterableDataset):  # type: ignore[misc]  # where PyTorch is not installed
+        def __init__(self, dataset: Any) -> None:
+            self.pickled = pickle.dumps(dataset)
+            self.dataset: Any = None
+
+        def __iter__(self) -> Iterator[Any]:
+            self.dataset = self.dataset or pickle.loads(self.pickled)
+            yield from self.dataset
+
+    def read(dataset: Any) -> Any:
+        return DataLoader(
+            dataset, batch_size=None, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+        )
+
+    def refused(batches: Any, message: str) -> None:
+        with pytest.raises(OptionError, match=message) as error:
+            rows(batches)
+        traceback.clear_frames(error.tb)
+        del batches, error  # Otherwise they refer to each other, and the garbage collector ends the workers slowly.
+
+    stored, shuffled = (IterableDataset(client["data"], **{**COLUMNS, "shuffle": order}) for order in (False, True))
+    for dataset in (stored, loader(client["data"], **{**COLUMNS, "shuffle": False}).dataset, shuffled):
+        batches = read(Unpickling(dataset))
+        assert sorted(flat(rows(batches))) == [*range(ROWS)]
+        if dataset is stored:
+            assert flat(rows(batches)) == [*range(ROWS)]
+            continue
+        refused(batches, "does not know the next epoch")
+    batches = read(ChainDataset([stored, shuffled]))
+    rows(batches, 1)
+    assert len(flat(rows(batches))) == 2 * ROWS
+    batches = read(ChainDataset([stored, shuffled]))
+    rows(batches, 1)
+    shuffled.set_epoch(1)
+    refused(batches, "not know which epoch to read: call set_epoch")
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -12,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dissociated.errors import OptionError
 from dissociated.training.launch import SharedNumbers
-from support.processes import Fork
+from support.processes import Fork, run_script
 
 #: Starts a worker that never ends by itself, and a fork that outlives this process with copies of its pipes.
 SCRIPT = """
@@ -133,10 +133,34 @@ def test_a_process_follows_its_parent_until_it_sets_numbers_itself(tmp_path: Pat
     assert found == [[0], [4, 5], [1, 2, 3], [6], [6], [8, 9], [7]]
 
 
-def test_a_copy_that_does_not_know_its_parent_says_so() -> None:
-    copied = pickle.loads(pickle.dumps(SharedNumbers((1, 2), 3)))
-    assert copied.numbers == (1, 2)
-    with pytest.raises(OptionError, match=r"does not know the next epoch, .* call set_epoch\(\) in the worker"):
-        _ = copied.current
-    copied.numbers = (3,)
-    assert copied.current == (3,)
+def test_a_copy_has_numbers_of_its_own_and_may_not_know_those_of_its_parent() -> None:
+    original = SharedNumbers((1, 2), 3)
+    unpickled = pickle.loads(pickle.dumps(original))
+    assert (unpickled.numbers, unpickled.current) == ((1, 2), None)
+    unpickled.numbers = (3,)
+    assert unpickled.current == (3,)
+    for copied in (copy.copy(original), copy.deepcopy(original)):
+        copied.numbers = (4,)
+        assert (copied.current, original.current) == ((4,), (1, 2))
+
+
+#: Forks a process while no descriptor is free. It prints the numbers that it knows, and those that it reads.
+EXHAUSTED = """
+import os, resource
+from dissociated.training.launch import SharedNumbers
+
+numbers = SharedNumbers((1,), 3), SharedNumbers((2,), 3)
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+if (child := os.fork()) == 0:
+    print(*((each.numbers, each.current) for each in numbers), flush=True)
+    os._exit(0)
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_process_may_be_forked_without_free_descriptors() -> None:
+    process = run_script(EXHAUSTED)
+    assert (process.stdout, process.stderr) == ("((1,), None) ((2,), None)\n", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NoReturn, Self
@@ -28,7 +29,7 @@ from dissociated.training.launch import (
     find_rank,
     processes_of_accelerate,
 )
-from dissociated.training.plan import LayoutProgress, Shard, turns
+from dissociated.training.plan import LayoutProgress, Order, Shard, turns
 from dissociated.training.sampling import Sampling
 
 #: Options of a DataLoader that would change the order of the batches.
@@ -97,6 +98,8 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _unpickled_by=os.getpid())
+        if "_begin" in state:  # not yet, when `Examples` copies the options
+            self._begin = copy(self._begin)
 
     def for_loader(self) -> Self:
         """Mark this dataset as read by a `Loader`, and return it."""
@@ -125,12 +128,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
             if self.device is not None:
                 raise OptionError("workers cannot give memory of a device to their parent: use num_workers=0")
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        # A new worker begins with the numbers of its copy. In its later epochs, a persistent worker follows its parent,
-        # which sets the numbers before the DataLoader tells its workers to begin.
-        is_persistent = worker is not None and self._read_by == os.getpid()
-        numbers = self._begin.current if is_persistent else self._begin.numbers
-        self._read_by = os.getpid()
-        self._position = position = self.position(count, numbers)
+        self._position = position = self.position(count, self._next_begin())
         if self._state is not None:
             position.load_state_dict(self._state)
             if (before := position.before) and worker is not None:
@@ -140,8 +138,11 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
                     "fits the same numbers alone; use dissociated.torch.loader()"
                 )
             shard = self.shard(number, count, position)
-            state, self._state = self._state, None
-            return self._tensors(position, shard, state)
+            # The state stays until a batch was read. A state after the last batch does not stay: torchdata makes an
+            # iterator with it, and then another one for the next epoch.
+            if position.step >= len(shard):
+                self._state = None
+            return self._tensors(position, shard, self._state)
         # A DataLoader returns a batch of each worker in turn, and always asks its first worker first. So the shard
         # whose turn it is moves to the first worker.
         lengths = [len(self.shard(worker_id, count, position)) for worker_id in range(count)]
@@ -151,16 +152,46 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
     def _tensors(
         self, position: Position, shard: Shard, state: Mapping[str, Any] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the batches from a position. If the first cannot be read, the state that led there is loaded again."""
+        """Yield the batches from a position. The first one uses up the state that led there."""
         first = position.step
-        try:
-            for step, batch in enumerate(self._examples.deliver(shard, first), first + 1):
-                position.step, self._position, state = step, position, None
-                yield {name: _tensor(column) for name, column in batch.items()}
-        except BaseException:
-            if state is not None and self._position is position:
-                self._state = state
-            raise
+        for step, batch in enumerate(self._examples.deliver(shard, first), first + 1):
+            position.step, self._position = step, position
+            if self._state is state:
+                self._state = None
+            yield {name: _tensor(column) for name, column in batch.items()}
+
+    def _next_begin(self) -> tuple[int, ...]:
+        """Return the epoch to read next, and the numbers of its progress.
+
+        A new worker begins with the numbers of its copy. In its later epochs, a persistent worker follows its parent,
+        which sets the numbers before the DataLoader tells its workers to begin.
+
+        Raises:
+            OptionError: This worker cannot know the next epoch.
+        """
+        is_first_read, self._read_by = self._read_by != os.getpid(), os.getpid()
+        worker, own, current = get_worker_info(), self._begin.numbers, self._begin.current
+        if worker is None:
+            return own
+        if is_first_read:
+            # The DataLoader's own dataset is read from the worker's first epoch on. Another, such as one of a
+            # ChainDataset, may be reached in a later epoch only, or in the first after the parent has set the next.
+            if worker.dataset is not self and current not in (None, own):
+                raise OptionError(
+                    "the epoch was set after this worker was started and before it first read this dataset, so it does "
+                    "not know which epoch to read: call set_epoch() between epochs only, and leave out "
+                    "persistent_workers if an epoch may end before all of its datasets were read"
+                )
+            return own
+        if current is not None:
+            return current
+        if self._for_loader or self._examples.plan.order is not Order.STORED:
+            raise OptionError(
+                "this worker does not know the next epoch, since its dataset was not made or pickled by the DataLoader "
+                "that has started it, or no descriptor was free: call set_epoch() in the worker, or leave out "
+                "persistent_workers"
+            )
+        return own[:1]  # Every epoch has this order. A progress would be that of the first.
 
     def position(self, workers: int, begin: Sequence[int] = (0,)) -> Position:
         """Return a position, for `workers` workers on each rank.
@@ -195,7 +226,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
         Reading then raises OptionError if the state refers to other rows.
         """
-        self._state, self._position = state, None
+        self._state, self._position = {**state}, None
 
 
 class Loader:

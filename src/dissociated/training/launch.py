@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from array import array
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.heap import BufferWrapper
@@ -132,19 +133,16 @@ class SharedNumbers:
             self._write()
 
     @property
-    def current(self) -> tuple[int, ...]:
+    def current(self) -> tuple[int, ...] | None:
         """The numbers of this process or, if this is a copy and they were not set here, of the parent process.
 
-        Raises:
-            OptionError: This copy was not made when the parent started this process, so it shares no memory with it.
+        They are None if the parent's are not known: this copy was not made when the parent started this process, or the
+        parent had no memory or descriptor to share them.
         """
         if not self._follows_parent:
             return self._numbers
         if self._parent_memory is None:
-            raise OptionError(
-                "this worker does not know the next epoch, since its dataset was not made or pickled by the DataLoader "
-                "that has started it: call set_epoch() in the worker, or leave out persistent_workers"
-            )
+            return None
         count, *numbers = _view(self._parent_memory).tolist()
         return tuple(numbers[:count])
 
@@ -164,6 +162,14 @@ class SharedNumbers:
 
     def _follow(self, parent_memory: BufferWrapper | None) -> None:
         self._memory, self._parent_memory, self._follows_parent = None, parent_memory, True
+
+    def __copy__(self) -> SharedNumbers:
+        copied = SharedNumbers(self._numbers, self._max_count)
+        copied._parent_memory, copied._follows_parent = self._parent_memory, self._follows_parent
+        return copied
+
+    def __deepcopy__(self, memo: object) -> SharedNumbers:
+        return self.__copy__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The result may be unpickled anywhere, and any number of times, so it has no memory of this process.
@@ -194,7 +200,8 @@ _lock = threading.Lock()  # guards the set and its members; held throughout a fo
 
 def _before_fork() -> None:
     for shared in _shared_numbers:
-        shared.share()
+        with suppress(OSError):  # the child finds that it shares no memory, if it needs any
+            shared.share()
 
 
 def _after_fork_in_child() -> None:
