@@ -173,10 +173,12 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         worker, own, current = get_worker_info(), self._begin.numbers, self._begin.current
         if worker is None:
             return own
+        # Rows that come as they are stored are the same in every epoch, but a `Loader` also sets a progress.
+        needs_parent = self._for_loader or self._examples.plan.order is not Order.STORED
         if is_first_read:
             # The DataLoader's own dataset is read from the worker's first epoch on. Another, such as one of a
             # ChainDataset, may be reached in a later epoch only, or in the first after the parent has set the next.
-            if worker.dataset is not self and current not in (None, own):
+            if needs_parent and worker.dataset is not self and current not in (None, own):
                 raise OptionError(
                     "the epoch was set after this worker was started and before it first read this dataset, so it does "
                     "not know which epoch to read: call set_epoch() between epochs only, and leave out "
@@ -185,13 +187,13 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
             return own
         if current is not None:
             return current
-        if self._for_loader or self._examples.plan.order is not Order.STORED:
+        if needs_parent:
             raise OptionError(
                 "this worker does not know the next epoch, since its dataset was not made or pickled by the DataLoader "
                 "that has started it, or no descriptor was free: call set_epoch() in the worker, or leave out "
                 "persistent_workers"
             )
-        return own[:1]  # Every epoch has this order. A progress would be that of the first.
+        return own
 
     def position(self, workers: int, begin: Sequence[int] = (0,)) -> Position:
         """Return a position, for `workers` workers on each rank.
