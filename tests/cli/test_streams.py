@@ -18,8 +18,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.cli import main
-from support.helpers import PATIENCE, wait_until
-from support.processes import Fork
+from support.helpers import PATIENCE, case, wait_until
 
 from .shell import call
 
@@ -48,11 +47,6 @@ def encoded(kind: str) -> bytes:
     return sink.getvalue()
 
 
-def waiting(pipe: int) -> int:
-    """Return the number of bytes that wait in a pipe."""
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-
 def given_slowly(content: bytes, first: int, *arguments: str) -> str:
     """Run a command whose standard input is a non-blocking pipe, in which the first bytes come alone.
 
@@ -64,7 +58,7 @@ def given_slowly(content: bytes, first: int, *arguments: str) -> str:
     def feed() -> None:
         for piece in (content[:first], content[first:]):
             os.write(write, piece)
-            wait_until(lambda: waiting(read) == 0, "the piece was read")
+            wait_until(lambda: not any(fcntl.ioctl(read, termios.FIONREAD, bytes(4))), "the piece was read")
         os.close(write)
 
     feeder = threading.Thread(target=feed)
@@ -118,23 +112,6 @@ def test_characters_that_the_standard_output_lacks_are_escaped(
     assert written.getvalue().decode("latin-1") == "é\n\\u20ac\n"
 
 
-@pytest.mark.usefixtures("forks")
-@pytest.mark.parametrize("kind", ["arrows", "csv", "jsonl", "table"])
-def test_a_command_waits_while_its_pipe_is_full(kind: str) -> None:
-    """Another process can have made the pipe non-blocking."""
-    with dis.Server(["tcp://127.0.0.1:0"]) as server:
-        server.publish("data", pa.table({"n": ["x" * 100_000] * 4}))
-        arguments = ("cat", f"{server.catalog_uri}/data", "-f", kind)
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        with open(read, "rb") as output, Fork("-m", "dissociated", *arguments, stdout=write) as process:
-            os.close(write)
-            wait_until(lambda: waiting(read) > 14 * 4096, "the pipe is full")
-            content = output.read()
-            assert process.wait(PATIENCE) == 0
-        assert content.count(b"x" * 100_000) == 4
-
-
 def test_a_closed_standard_error_changes_nothing_else(client: dis.Client, tmp_path: Path) -> None:
     for name, status in (("numbers", 0), ("nothing", 1)):
         arguments = ["get", f"{client.uri}/{name}", "-o", str(tmp_path / "out.arrows")]
@@ -142,3 +119,21 @@ def test_a_closed_standard_error_changes_nothing_else(client: dis.Client, tmp_pa
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE)
         assert (done.returncode, done.stdout) == (status, b"")
     assert pa.ipc.open_stream(tmp_path / "out.arrows").read_all() == TABLE
+
+
+def test_the_output_of_a_program_may_be_a_file(client: dis.Client, tmp_path: Path) -> None:
+    script = "import sys; sys.stdout = open(sys.argv[1], 'w'); from dissociated.cli import main; main(sys.argv[2:])"
+    for unbuffered in ("", "1"):
+        with case(unbuffered):
+            command = [
+                sys.executable,
+                "-c",
+                script,
+                str(tmp_path / "rows"),
+                "cat",
+                f"{client.uri}/numbers",
+                "-f",
+                "csv",
+            ]
+            subprocess.run(command, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, check=True, timeout=PATIENCE)
+            assert (tmp_path / "rows").read_bytes() == b'"' + encoded("csv").replace(b"\n", b'"\n', 1)

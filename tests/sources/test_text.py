@@ -302,6 +302,23 @@ def test_an_empty_quoted_value_may_be_followed_by_blocks_of_numbers(client: dis.
         client.put("quoted", path)
 
 
+def test_an_empty_quoted_number_may_come_late(client: dis.Client, tmp_path: Path) -> None:
+    """The first 16 MB have none, and programs may write quotes around each value, or around missing ones only."""
+    path = tmp_path / "late.csv"
+    for quote in ('"', ""):
+        number = f"{quote}7{quote}"
+        text = "a,b\n" + f'{number},"{"x" * 1_000}"\n' * 17_200
+        path.write_text(f'{text}"",""\n{number},\n')
+        with case(quote):
+            client.put("late", path)
+            read = client.read("late").read_all()
+            assert read["a"].to_pylist() == [*[7] * 17_200, None, 7]
+            assert read["b"].to_pylist()[-3:] == ["x" * 1_000, "", None]
+    path.write_text(f'{text}"",\nNA,\n')
+    with pytest.raises(SourceError, match=r"Row #17202: .* invalid value ''.* No word such as NA stands for null"):
+        client.put("late", path)
+
+
 @pytest.mark.parametrize("begin", ["a\n", '\ufeff"q\n"\n', "x" * (1 << 18) + "\n", ('"' * 100 + "\n") * 2_700])
 def test_csv_that_ends_within_quotes_is_refused(tmp_path: Path, begin: str) -> None:
     """The quotes that decide can be outside of the last quarter of a megabyte, which is searched at first."""

@@ -193,13 +193,8 @@ class UpstreamCatalog(Catalog):
 
     def _reporting(self) -> AbstractContextManager[None]:
         """Return a context in which no other thread reports. It raises DeadlineExceeded if one goes on for too long."""
-        timeout = self._report_timeout(len(self._backend.store.versions()))
-        reason = f"the catalog at {self._upstream.uri} has not answered an earlier report for {timeout:g} s"
-        return held_within(timeout, self._report_lock, reason)
-
-    def _report_timeout(self, count: int) -> float:
-        """Return the seconds that a report of `count` versions may take."""
-        return PEER_TIMEOUT + count * _TIMEOUT_PER_VERSION
+        reason = f"the catalog at {self._upstream.uri} has not answered an earlier report for {PEER_TIMEOUT:g} s"
+        return held_within(PEER_TIMEOUT, self._report_lock, reason)
 
     def _report_changes(self) -> None:
         """Report the changes to the upstream, or everything if the upstream does not know the last report."""
@@ -260,7 +255,7 @@ class UpstreamCatalog(Catalog):
         """Report everything that this node holds."""
         # The order matters: `versions` must include every version up to `serial`.
         serial, versions = self._backend.store.next_serial(), self._backend.store.versions()
-        with Peer(self._upstream.uri, self.security, self._report_timeout(len(versions))) as peer:
+        with Peer(self._upstream.uri, self.security, PEER_TIMEOUT + len(versions) * _TIMEOUT_PER_VERSION) as peer:
             self._report(
                 peer,
                 "register",

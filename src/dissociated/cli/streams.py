@@ -20,7 +20,7 @@ def has_input() -> bool:
 def open_stdin() -> io.BufferedReader:
     """Open the standard input. `peek` returns at least 4 bytes, if the input has so many."""
     raw: Any = sys.stdin.buffer
-    return io.BufferedReader(_Input(_raw(raw)))
+    return io.BufferedReader(_Input(getattr(raw, "raw", raw)))
 
 
 class _Input(io.RawIOBase):
@@ -50,37 +50,23 @@ class _Input(io.RawIOBase):
         return size
 
 
-class _Output(io.FileIO):
-    """A raw output that writes all bytes, and waits for a pipe that another process has made non-blocking.
+class _Unbuffered(io.TextIOWrapper):
+    """The output of Python without a buffer, with a buffer for each line.
 
-    A write can be partial if the process is stopped meanwhile. With PYTHONUNBUFFERED, Python then drops the rest.
+    A write can be partial if the process is stopped meanwhile. Python then drops the rest, but a buffer keeps it.
     """
 
-    def write(self, data: Buffer, /) -> int:
-        with memoryview(data).cast("B") as view:
-            size = 0
-            while size < len(view):
-                count = super().write(view[size:])
-                if count is None:
-                    poll = select.poll()
-                    poll.register(self.fileno(), select.POLLOUT)
-                    poll.poll()
-                size += count or 0
-            return size
+    def __init__(self, stdout: io.TextIOWrapper) -> None:
+        raw = io.FileIO(stdout.fileno(), "w", closefd=False)
+        super().__init__(io.BufferedWriter(raw), stdout.encoding, "backslashreplace", line_buffering=True)
+        self._stdout = stdout  # if nothing else refers to it, it would close the descriptor
 
 
 def complete_stdout(stdout: TextIO) -> TextIO:
     """Return the standard output such that it writes all that it is given, and escapes characters that it lacks."""
     if not isinstance(stdout, io.TextIOWrapper):
         return stdout  # not of a process: a notebook, for example
-    if not isinstance(_raw(stdout.buffer), io.FileIO):
-        stdout.reconfigure(errors="backslashreplace")
-        return stdout
-    stdout.flush()
-    raw = _Output(stdout.fileno(), "w", closefd=False)
-    by_line = stdout.line_buffering or stdout.write_through
-    return io.TextIOWrapper(io.BufferedWriter(raw), stdout.encoding, "backslashreplace", line_buffering=by_line)
-
-
-def _raw(buffer: Any) -> Any:
-    return getattr(buffer, "raw", buffer)
+    if isinstance(stdout.buffer, io.RawIOBase):
+        return _Unbuffered(stdout)
+    stdout.reconfigure(errors="backslashreplace")
+    return stdout

@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal
 from itertools import chain
@@ -113,11 +113,15 @@ def _open_csv(source: Any, use_threads: bool | None = None, column_types: Any = 
     if columns == 1:  # then a blank line is a row whose value is null, as which libarrow writes it
         options.skip_rows = blank_lines
         parsing.ignore_empty_lines = False
-    # By default, words such as NA are null as well, a column of such words loses them, and no string is null.
-    converting = pyarrow.csv.ConvertOptions(
-        null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False, column_types=column_types
-    )
-    reader = pyarrow.csv.open_csv(csv_blocks(source), options, parsing, converting)
+
+    def open_with(types: Mapping[str, pa.DataType] | None) -> pa.RecordBatchReader:
+        # By default, words such as NA are null as well, a column of such words loses them, and no string is null.
+        converting = pyarrow.csv.ConvertOptions(
+            null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False, column_types=types
+        )
+        return pyarrow.csv.open_csv(csv_blocks(source), options, parsing, converting)
+
+    reader = open_with(column_types)
     first = next(iter(reader), None)  # the block from which libarrow has inferred the types
     if first is None:
         return reader
@@ -128,7 +132,39 @@ def _open_csv(source: Any, use_threads: bool | None = None, column_types: Any = 
             type_ = _converted(column).type
             if not pa.types.is_null(type_):
                 schema = schema.set(index, field.with_type(type_))
-    return pa.RecordBatchReader.from_batches(schema, _with_types(schema, chain([first], reader)))
+    batches = _with_types(schema, chain([first], reader))
+    if isinstance(source, str):
+        texts = {field.name: pa.string() for field in schema if not _holds_text(field.type)}
+        batches = _repeated(batches, lambda: _with_types(schema, open_with(texts)))
+    return pa.RecordBatchReader.from_batches(schema, batches)
+
+
+def _holds_text(type_: pa.DataType) -> bool:
+    return type_ in (pa.string(), pa.binary(), pa.null())
+
+
+def _repeated(
+    batches: Iterator[pa.RecordBatch], read_again: Callable[[], Iterator[pa.RecordBatch]]
+) -> Iterator[pa.RecordBatch]:
+    """Yield batches. If libarrow cannot convert a value, yield the remaining rows of a second reading.
+
+    If that fails as well, raise the error of the first, which has the row.
+    """
+    rows = 0
+    try:
+        for batch in batches:
+            yield batch
+            rows += batch.num_rows
+        return
+    except pa.ArrowInvalid as error:
+        first_error = error
+    try:
+        for batch in read_again():
+            if rows < batch.num_rows:
+                yield batch.slice(rows)
+            rows = max(0, rows - batch.num_rows)
+    except pa.ArrowInvalid:
+        raise first_error from None
 
 
 def _with_types(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -32,7 +32,7 @@ ADDRESS_FILE = "node.json"
 STOPPING_FILE = "stopping.json"
 _ANSWER_TIMEOUT = 5.0  # seconds in which a running node must answer
 #: Seconds in which a process that owns a store must have written an address, if it is a node.
-ADDRESS_TIMEOUT = 5.0
+ADDRESS_TIMEOUT = 15.0
 
 
 @dataclass(frozen=True)
