@@ -185,6 +185,24 @@ def test_a_command_without_a_buffer_that_is_stopped_meanwhile_goes_on(kind: str)
     assert read[0] == read[1]
 
 
+def test_an_interrupted_output_is_the_beginning_of_the_complete_one() -> None:
+    """The signal comes while a buffer is written, of which the pipe takes a part."""
+    batches = [pa.record_batch({"n": pa.array(range(first, first + 100))}) for first in range(0, 40_000, 100)]
+    complete = b'"n"\n' + b"".join(b"%d\n" % number for number in range(40_000))
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish("data", pa.Table.from_batches(batches))
+        for unbuffered in (False, True):
+            arguments = ("cat", f"{server.catalog_uri}/data", "--format", "csv")
+            with command(*arguments, unbuffered=unbuffered, stdout=subprocess.PIPE) as process:
+                wait_until(partial(is_full, process), "the pipe is full")
+                content = os.read(output(process).fileno(), 5_000)
+                process.send_signal(signal.SIGINT)
+                content += output(process).read()
+                ended(process)
+            assert len(content) < len(complete)
+            assert complete.startswith(content)
+
+
 def test_a_command_whose_output_is_not_read_can_be_ended() -> None:
     with dis.Server(["tcp://127.0.0.1:0"]) as server:
         server.publish("data", pa.table({"n": range(1 << 16)}))
