@@ -314,8 +314,11 @@ def test_an_empty_quoted_number_may_come_late(client: dis.Client, tmp_path: Path
             read = client.read("late").read_all()
             assert read["a"].to_pylist() == [*[7] * 17_200, None, 7]
             assert read["b"].to_pylist()[-3:] == ["x" * 1_000, "", None]
+    path.write_text(f'{text.replace("a,b", "a,d").replace("x" * 1_000, "0.5" + "0" * 1_000)}"",0.5\n1,{LONG}\n')
+    with pytest.raises(SourceError, match=f"has the number {LONG} in column 'd'"):
+        client.put("late", path)
     path.write_text(f'{text}"",\nNA,\n')
-    with pytest.raises(SourceError, match=r"Row #17202: .* invalid value ''.* No word such as NA stands for null"):
+    with pytest.raises(SourceError, match="column 'a': .* invalid value 'NA'.* No word such as NA stands for null"):
         client.put("late", path)
 
 

@@ -66,7 +66,8 @@ def complete_stdout(stdout: TextIO) -> TextIO:
     """Return the standard output such that it writes all that it is given, and escapes characters that it lacks."""
     if not isinstance(stdout, io.TextIOWrapper):
         return stdout  # not of a process: a notebook, for example
-    if isinstance(stdout.buffer, io.RawIOBase):
+    if isinstance(stdout.buffer, io.FileIO):
+        stdout.flush()
         return _Unbuffered(stdout)
     stdout.reconfigure(errors="backslashreplace")
     return stdout

@@ -134,37 +134,28 @@ def _open_csv(source: Any, use_threads: bool | None = None, column_types: Any = 
                 schema = schema.set(index, field.with_type(type_))
     batches = _with_types(schema, chain([first], reader))
     if isinstance(source, str):
-        texts = {field.name: pa.string() for field in schema if not _holds_text(field.type)}
+        texts = {field.name: pa.string() for field in schema if field.type not in (pa.string(), pa.binary())}
+        texts |= column_types or {}
         batches = _repeated(batches, lambda: _with_types(schema, open_with(texts)))
     return pa.RecordBatchReader.from_batches(schema, batches)
-
-
-def _holds_text(type_: pa.DataType) -> bool:
-    return type_ in (pa.string(), pa.binary(), pa.null())
 
 
 def _repeated(
     batches: Iterator[pa.RecordBatch], read_again: Callable[[], Iterator[pa.RecordBatch]]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches. If libarrow cannot convert a value, yield the remaining rows of a second reading.
-
-    If that fails as well, raise the error of the first, which has the row.
-    """
+    """Yield batches. If libarrow cannot convert a value, yield the remaining rows of a second reading."""
     rows = 0
     try:
         for batch in batches:
             yield batch
             rows += batch.num_rows
         return
-    except pa.ArrowInvalid as error:
-        first_error = error
-    try:
-        for batch in read_again():
-            if rows < batch.num_rows:
-                yield batch.slice(rows)
-            rows = max(0, rows - batch.num_rows)
     except pa.ArrowInvalid:
-        raise first_error from None
+        del batches  # the first reader
+    for batch in read_again():
+        if rows < batch.num_rows:
+            yield batch.slice(rows)
+        rows = max(0, rows - batch.num_rows)
 
 
 def _with_types(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

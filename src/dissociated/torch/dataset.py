@@ -138,11 +138,8 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
                     "fits the same numbers alone; use dissociated.torch.loader()"
                 )
             shard = self.shard(number, count, position)
-            # The state stays until a batch was read. A state after the last batch does not stay: torchdata makes an
-            # iterator with it, and then another one for the next epoch.
-            if position.step >= len(shard):
-                self._state = None
-            return self._tensors(position, shard, self._state)
+            state, self._state = self._state, None
+            return self._tensors(position, shard, state)
         # A DataLoader returns a batch of each worker in turn, and always asks its first worker first. So the shard
         # whose turn it is moves to the first worker.
         lengths = [len(self.shard(worker_id, count, position)) for worker_id in range(count)]
@@ -152,13 +149,16 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
     def _tensors(
         self, position: Position, shard: Shard, state: Mapping[str, Any] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the batches from a position. The first one uses up the state that led there."""
+        """Yield the batches from a position. If the first cannot be read, the state that led there is loaded again."""
         first = position.step
-        for step, batch in enumerate(self._examples.deliver(shard, first), first + 1):
-            position.step, self._position = step, position
-            if self._state is state:
-                self._state = None
-            yield {name: _tensor(column) for name, column in batch.items()}
+        try:
+            for step, batch in enumerate(self._examples.deliver(shard, first), first + 1):
+                position.step, self._position, state = step, position, None
+                yield {name: _tensor(column) for name, column in batch.items()}
+        except BaseException:
+            if state is not None and self._position is position:
+                self._state = state
+            raise
 
     def _next_begin(self) -> tuple[int, ...]:
         """Return the epoch to read next, and the numbers of its progress.
