@@ -318,7 +318,7 @@ def test_an_empty_quoted_number_may_come_late(client: dis.Client, tmp_path: Path
     with pytest.raises(SourceError, match=f"has the number {LONG} in column 'd'"):
         client.put("late", path)
     path.write_text(f'{text}"",\nNA,\n')
-    with pytest.raises(SourceError, match="column 'a': .* invalid value 'NA'.* No word such as NA stands for null"):
+    with pytest.raises(SourceError, match=r"Row #17202: .* invalid value ''.* No word such as NA stands for null"):
         client.put("late", path)
 
 

@@ -143,19 +143,26 @@ def _open_csv(source: Any, use_threads: bool | None = None, column_types: Any = 
 def _repeated(
     batches: Iterator[pa.RecordBatch], read_again: Callable[[], Iterator[pa.RecordBatch]]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches. If libarrow cannot convert a value, yield the remaining rows of a second reading."""
-    rows = 0
+    """Yield batches. If libarrow cannot convert a value, yield the remaining rows of a second reading.
+
+    If that fails as well, raise the error of the first, which has the row.
+    """
+    rows, batch = 0, None
     try:
         for batch in batches:
             yield batch
             rows += batch.num_rows
         return
+    except pa.ArrowInvalid as error:
+        first_error = error.with_traceback(None)  # which refers to the first reader
+    del batches, batch
+    try:
+        for batch in read_again():
+            if rows < batch.num_rows:
+                yield batch.slice(rows)
+            rows = max(0, rows - batch.num_rows)
     except pa.ArrowInvalid:
-        del batches  # the first reader
-    for batch in read_again():
-        if rows < batch.num_rows:
-            yield batch.slice(rows)
-        rows = max(0, rows - batch.num_rows)
+        raise first_error from None
 
 
 def _with_types(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
