@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from dissociated.adapters import imported
 from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
+from dissociated.codec.columns import without_views
 from dissociated.codec.nesting import inner_types, is_extension
 from dissociated.errors import OptionError
 
@@ -118,11 +119,7 @@ def _plain(schema: pa.Schema) -> pa.Schema:
         if pa.types.is_dictionary(type_):
             values = type_.value_type
             type_ = type_ if pa.types.is_nested(values) or _is_view(values) else values  # Arrow casts no others.
-        elif pa.types.is_string_view(type_):
-            type_ = pa.large_string()
-        elif pa.types.is_binary_view(type_):
-            type_ = pa.large_binary()
-        schema = schema.set(index, field.with_type(type_))
+        schema = schema.set(index, field.with_type(without_views(type_)))
     return schema
 
 

@@ -10,14 +10,12 @@ import pyarrow as pa
 from dissociated.adapters import identity, imported
 from dissociated.client.dataset import DatasetHandle
 from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
+from dissociated.codec.columns import without_views
 from dissociated.errors import OptionError
 
 if TYPE_CHECKING:
     import dask.dataframe as dd
     import pandas as pd
-
-#: Types for views, which Dask cannot take from a column.
-_VALUES_OF_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
 def read_dissociated(
@@ -91,7 +89,7 @@ def _frame(table: pa.Table) -> pd.DataFrame:
     import pandas as pd
 
     for at, column in enumerate(table.columns):
-        if column.type in _VALUES_OF_VIEWS:
-            table = table.set_column(at, table.field(at).name, column.cast(_VALUES_OF_VIEWS[column.type]))
+        if (type_ := without_views(column.type)) != column.type:  # of which Dask takes no rows
+            table = table.set_column(at, table.field(at).name, column.cast(type_))
     # The metadata of pandas names columns of the index, which a plan may leave out, and Dask expects no other index.
     return table.to_pandas(types_mapper=pd.ArrowDtype, ignore_metadata=True)

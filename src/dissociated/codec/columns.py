@@ -32,6 +32,13 @@ def positions(schema: pa.Schema, columns: Sequence[str] | None) -> list[int]:
     return [position for name in dict.fromkeys(columns) for position in schema.get_all_field_indices(name)]
 
 
+def without_views(type_: pa.DataType) -> pa.DataType:
+    """Return the type of strings in views as other strings, which more functions and libraries accept."""
+    if pa.types.is_string_view(type_):
+        return pa.large_string()
+    return pa.large_binary() if pa.types.is_binary_view(type_) else type_
+
+
 def select_columns(reader: pa.RecordBatchReader, indices: Sequence[int]) -> pa.RecordBatchReader:
     """Return the batches with only the columns at these indices. Without columns, they keep their row counts."""
     schema = select_fields(reader.schema, indices)

@@ -13,6 +13,7 @@ import pyarrow as pa
 from pyarrow import types
 
 from dissociated.base.display import missing_column
+from dissociated.codec.columns import without_views
 from dissociated.errors import ColumnNotFound, OptionError, WrongKind
 
 Array: TypeAlias = "npt.NDArray[Any]"
@@ -280,9 +281,8 @@ def encode(array: pa.Array, values: pa.Array) -> Array:
 
 def plain(array: pa.Array) -> pa.Array:
     """Return strings in views as other strings, which more of pyarrow's functions accept."""
-    if types.is_string_view(array.type):
-        return array.cast(pa.large_string())
-    return array.cast(pa.large_binary()) if types.is_binary_view(array.type) else array
+    type_ = without_views(array.type)
+    return array if type_ == array.type else array.cast(type_)
 
 
 class _Nulls(Exception):
