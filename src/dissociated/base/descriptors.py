@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 
 @contextmanager
@@ -24,6 +24,19 @@ def locked(descriptor: int) -> Iterator[int]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         with unlocking(descriptor):
             yield descriptor
+
+
+@contextmanager
+def try_locked(descriptor: int) -> Iterator[bool]:
+    """Lock a file or directory for this block, if no other process has it locked. Yield whether it is locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_locked = False
+    else:
+        is_locked = True
+    with unlocking(descriptor) if is_locked else nullcontext():
+        yield is_locked
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
-from dissociated.base.descriptors import owned, unlocking
+from dissociated.base.descriptors import owned, try_locked, unlocking
 from dissociated.base.oserrors import store_errors
 from dissociated.base.private import open_private_directory, open_private_file, read_private_file
 from dissociated.client.calls import CatalogClient
@@ -171,23 +171,16 @@ def ensure(
 
 def _open_log(opened: int, store: Path) -> int | None:
     """Open an empty log for a node of a store that no process owns. Return None if another process owns the store."""
-    with store_errors(f"starting a node for {store}"):
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with store_errors(f"starting a node for {store}"), try_locked(opened) as is_locked:
+        if not is_locked:
             return None  # The log belongs to that process, or, if a service has started it, must not exist.
-        with unlocking(opened):
-            return open_private_file(NODE_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, within=opened)
+        return open_private_file(NODE_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, within=opened)
 
 
 def _is_owned(opened: int) -> bool:
     """Return whether a process owns the store in an open directory."""
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(opened, fcntl.LOCK_UN)
-    return False
+    with try_locked(opened) as is_locked:
+        return not is_locked
 
 
 def _silent_node(store: Path) -> str | None:
