@@ -72,6 +72,7 @@ class EndingSignals:
         """Restore the previous handlers."""
         if self._first_signal is not None and self._limit:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._alarm_before or signal.SIG_DFL)
         for number, before in self._before.items():
             signal.signal(number, before)
 
@@ -84,7 +85,7 @@ class EndingSignals:
         if self._first_signal is None:
             self._first_signal = number
             if self._limit:
-                signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + number))
+                self._alarm_before = signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + number))
                 signal.setitimer(signal.ITIMER_REAL, self._limit)
             self._raise(number)
 

@@ -150,7 +150,7 @@ def _render(now: ServerStatus, before: ServerStatus | None, width: int | None) -
 
 
 def _store_lines(store: StoreStatus) -> list[str]:
-    """Return lines about the store: what it holds, what limits it, and entries that are set aside."""
+    """Return lines about the contents of the store, its limit, and the entries that are set aside."""
     limit = store.effective_limit
     maximum = "" if limit is None else f" of at most {text.size(limit)}"
     if limit is not None and limit != store.limit:

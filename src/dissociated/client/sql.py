@@ -66,7 +66,7 @@ _refused_statements: weakref.WeakKeyDictionary[MappedVersion, set[bytes]] = weak
 def is_query(statement: duckdb.Statement) -> bool:
     """Return whether a statement returns rows: others answer with the word Success or a number of rows."""
     results = [result.name for result in statement.expected_result_type]
-    return statement.type.name in _QUERIES or results == ["QUERY_RESULT"]
+    return statement.type.name == "MULTI" or results == ["QUERY_RESULT"]
 
 
 class SqlSession:
